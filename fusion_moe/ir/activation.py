@@ -171,7 +171,7 @@ def _divided(fusion: Fusion, parts: int) -> Activation:
             _lines(fusion.ops[:count])[0] if fusion.ops else "no operations",
             f"first {'; '.join(_lines(wanted))}",
         )
-    by_name = {v.name: v for v in (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))}
+    by_name = {v.name: v for v in fusion.values}
     inputs = (*(by_name[name] for name in names), *fusion.inputs[1:])
     return Activation(fusion, parts, interleave, inputs, fusion.ops[count:])
 

@@ -325,6 +325,11 @@ class Fusion:
             where=op.kind.name,
         )
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """All inputs and results, in order."""
+        return (*self.inputs, *(v for op in self.ops for v in op.outputs))
+
     @cached_property
     def symbols(self) -> tuple[str, ...]:
         """The names of the sizes that become known only at launch, in order of first use."""
@@ -340,7 +345,7 @@ class Fusion:
         sentences about them.
         """
         needs = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
-        for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
+        for v in self.values:
             for d in v.type.shape:
                 needs += [
                     (size, f"{size} in the shape {v.type} is negative")
@@ -364,8 +369,7 @@ class Fusion:
     @cached_property
     def ends(self) -> Mapping[Groups, Value]:
         """For each partition, the value that holds its ends."""
-        values = (*self.inputs, *(v for op in self.ops for v in op.outputs))
-        return {v.type.ends: v for v in values if v.type.ends}
+        return {v.type.ends: v for v in self.values if v.type.ends}
 
     @cached_property
     def partitions(self) -> Partitions:

@@ -53,8 +53,7 @@ def saved(forward: Fusion, needed: Collection[Value]) -> tuple[Value, ...]:
         edge((v, "out"), _SINK)
     # the nodes that still reach the sink: of all minimum cuts, the nearest one
     _, (_, behind) = networkx.minimum_cut(flow, _SOURCE, _SINK)
-    values = (*forward.inputs, *(v for op in forward.ops for v in op.outputs))
-    return tuple(v for v in values if (v, "out") in behind and (v, "in") not in behind)
+    return tuple(v for v in forward.values if (v, "out") in behind and (v, "in") not in behind)
 
 
 def _cost(forward: Fusion, op: Op, v: Value) -> int:

@@ -111,9 +111,10 @@ def _attr(value: Any) -> str:
 
 
 def _groups(fusion: Fusion) -> list[Groups]:
-    values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
     found = [
-        g for v in values for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]
+        g
+        for v in fusion.values
+        for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]
     ]
     return list(dict.fromkeys(found))
 

@@ -16,7 +16,8 @@ from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds import eight_bits
-from ..ir.kinds.quantized import format_of, known
+from ..ir.kinds.quantized import format_of
+from ..ir.kinds.rules import known
 from ..ir.kinds.runs import in_runs
 from ..ir.sizes import exact_div
 from ..ir.types import plain

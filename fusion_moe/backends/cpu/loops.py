@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...encodings import (
-    FP8_BLOCKS_F32,
-    FP8_COLUMNS,
-    FP8_COLUMNS_F32,
-    FP8_E8M0,
-    FP8_ROWS,
-    FP8_ROWS_F32,
-    MXFP8,
-    MXFP8_COLUMNS,
-    NVFP4,
-    Encoding,
-    find,
-)
+from ...encodings import NVFP4, Encoding, find
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
+from ..cxx.elements import scale_class
 from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
 from ..cxx.product_plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
@@ -37,17 +27,6 @@ _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 _ROW = Variable("row")
 # terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
 _AT_ONCE, _LANES = 256, 16
-# encoding -> how kernels/numbers.h chooses the scale of a block of e4m3 codes. It quantizes to
-# NVFP4 too; the reference quantizes to all others.
-_SCALES = {
-    encoding.name: f"{scale}Scale"
-    for scale, encodings in (
-        ("E8m0", (MXFP8, MXFP8_COLUMNS, FP8_E8M0)),
-        ("PowerOfTwo", (FP8_ROWS, FP8_COLUMNS)),
-        ("Float32", (FP8_ROWS_F32, FP8_COLUMNS_F32, FP8_BLOCKS_F32)),
-    )
-    for encoding in encodings
-}
 
 
 def source(fusion: Fusion) -> Source:
@@ -530,13 +509,13 @@ def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:
 
 
 def _scale(encoding: Encoding) -> str:
-    if encoding.name not in _SCALES:
+    if encoding.name not in TRAINED:
         raise _no_kernel(encoding)
-    return _SCALES[encoding.name]
+    return scale_class(encoding)
 
 
 def _no_kernel(encoding: Encoding) -> UnsupportedError:
     return UnsupportedError(
         f"quantizing to {encoding.name} has no kernel here",
-        expected=" or ".join((NVFP4.name, *_SCALES)),
+        expected=" or ".join((NVFP4.name, *TRAINED)),
     )

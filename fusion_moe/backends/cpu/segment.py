@@ -173,10 +173,9 @@ class SegmentWriter(Writer):
         """The number of rows in the partition of these ends; the largest possible if no value of
         the segment is partitioned by it.
         """
-        values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
         rows = [
             d
-            for v in values
+            for v in self.fusion.values
             for d in v.type.shape
             if isinstance(d, Rows) and d.groups == ends.type.ends
         ]

@@ -6,19 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...encodings import (
-    FP8_BLOCKS_F32,
-    FP8_COLUMNS,
-    FP8_COLUMNS_F32,
-    FP8_E8M0,
-    FP8_ROWS,
-    FP8_ROWS_F32,
-    Encoding,
-)
+from ...encodings import Encoding, find
 from ...ir.core import Op, Value
+from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import Dim, plain
+from ..cxx.elements import scale_class
 from ..cxx.indices import size
 from ..cxx.product_plan import known
 from .source import MAX_RESIDENT, THREADS, KernelSource, Source
@@ -28,15 +22,7 @@ BLOCK_COPY = "BlockCopy<{scale}>"
 # of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks that
 # are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
-# encoding -> how the header chooses its scales
-SCALES = {
-    FP8_ROWS.name: "PowerOfTwoScale",
-    FP8_COLUMNS.name: "PowerOfTwoScale",
-    FP8_E8M0.name: "E8m0Scale",
-    FP8_ROWS_F32.name: "Float32Scale",
-    FP8_COLUMNS_F32.name: "Float32Scale",
-    FP8_BLOCKS_F32.name: "Float32Scale",
-}
+ENCODINGS = tuple(name for name in TRAINED if find(name).block == BLOCK)
 
 
 def kind_of(encoding: Encoding) -> str:
@@ -63,7 +49,7 @@ def kernel(
     """
     *lead, n, k = shape
     made = {
-        kind_of(e): f"{copy.format(scale=SCALES[e.name])}{{{where}}}" for e, where, copy in copies
+        kind_of(e): f"{copy.format(scale=scale_class(e))}{{{where}}}" for e, where, copy in copies
     }
     to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     rows, matrices = plain(n), elements(lead)
@@ -76,16 +62,11 @@ def kernel(
     else:
         tiles, count = _grouped(source, ends, rows, left)
     looked_up = str("return [=]" not in row[1]).lower()  # a row is more than its number
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        *row,
-        f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});",
-    ]
+    make = f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});"
     heavy = looked_up == "true" or cut or "squares" in made or known(k) % BLOCK
     few = heavy or sum("load_eight" in line for line in row) > 2
     blocks = _FEW_BLOCKS if few else _MIN_BLOCKS
-    return _of_tiles(source, name, body, count, known(k), blocks)
+    return _of_tiles(source, name, [*row, make], count, known(k), blocks)
 
 
 def reading(
@@ -102,12 +83,8 @@ def reading(
     rows, k = plain(numbers.type.shape[0]), known(numbers.type.shape[-1])
     tiles, count = _grouped(source, ends, rows, left)
     given = ", ".join(source.array(v, left) for v in parts)
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        f"read_block_copy<{k}>({tiles}, {given}, {source.names[numbers]});",
-    ]
-    return _of_tiles(source, name, body, count, k)
+    read = f"read_block_copy<{k}>({tiles}, {given}, {source.names[numbers]});"
+    return _of_tiles(source, name, [read], count, k)
 
 
 def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
@@ -115,12 +92,8 @@ def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     (codes, scales), made = op.values, op.outputs
     groups, n, k = codes.type.shape
     given = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in made)]
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        f"turn_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});",
-    ]
-    return _of_tiles(source, name, body, plain(groups) * (known(n) // BLOCK), known(k))
+    turn = f"turn_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});"
+    return _of_tiles(source, name, [turn], plain(groups) * (known(n) // BLOCK), known(k))
 
 
 def turning_runs(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
@@ -129,12 +102,7 @@ def turning_runs(source: Source, name: str, op: Op, left: Sequence[Value]) -> Ke
     rows, k = (plain(d) for d in codes.type.shape)
     tiles, count = _grouped(source, ends, rows, left)
     given = f"{source.array(codes, left)}, {source.names[turned]}"
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        f"turn_runs<{known(k)}>({tiles}, {given});",
-    ]
-    return _of_tiles(source, name, body, count, known(k))
+    return _of_tiles(source, name, [f"turn_runs<{known(k)}>({tiles}, {given});"], count, known(k))
 
 
 def _grouped(
@@ -157,7 +125,7 @@ def _of_tiles(
     assert THREADS == 256  # as the header has it
     return source.kernel(
         name,
-        body,
+        [*source.WAIT, *body],
         tiles * -(-width // BLOCK),
         headers=("block_copies.cuh",),
         max_resident=MAX_RESIDENT,

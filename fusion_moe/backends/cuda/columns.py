@@ -37,14 +37,11 @@ class Columns:
 
     def functions(self) -> list[str]:
         """The C++ functions that kernels call: column, first_row, tile and local."""
-        choice = str(self.read[-1])
-        for f in range(len(self.read) - 2, -1, -1):
-            choice = f"f == {f} ? {self.read[f]} : {choice}"
         local = f"{TILE} * f + i" if self.block == TILE else f"column(f, i) % {TILE}"
         return [
             "// Column j of the result is made of these of the product; the q-th tile of a block "
             "begins at a row; where its columns lie.",
-            f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
+            function(self.read),
             "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block "
             "* BLOCK)" + (" / 16 * 16" if self.block < TILE else "") + "; }",
             "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, "
@@ -53,15 +50,28 @@ class Columns:
         ]
 
 
-def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
-    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if the
-    columns are in neither order.
-    """
+def function(read: Sequence[Index]) -> str:
+    """The C++ function that says which column of the product is the f-th that column j reads."""
+    choice = str(read[-1])
+    for f in range(len(read) - 2, -1, -1):
+        choice = f"f == {f} ? {read[f]} : {choice}"
+    return f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}"
+
+
+def need_whole(read: Sequence[Index]) -> None:
+    """UnsupportedError unless tiles contain all columns from which one of a result is made."""
     if _WHOLE % len(read):
         raise UnsupportedError(
             f"a result of {len(read)} columns of the product has no kernel here",
             expected="1, 2 or 4",
         )
+
+
+def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
+    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if the
+    columns are in neither order.
+    """
+    need_whole(read)
     numbers = [[column.evaluate({"j": j}) for j in range(width)] for column in read]
     if all(_separate_tiles(n, aligned) for n in numbers):
         return Columns(tuple(read), width, TILE)

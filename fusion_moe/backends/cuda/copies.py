@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS, Encoding, find
 from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.quantized import TRAINED
+from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
 from ...ir.types import plain
@@ -53,7 +53,7 @@ class Copy:
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
         if encoding.name not in (*TRAINED, *e2m1_copies.SCALES):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
-        multiple = VECTOR if encoding.name in block_copies.SCALES else encoding.block
+        multiple = VECTOR if encoding.name in block_copies.ENCODINGS else encoding.block
         if known(op.values[0].type.shape[-1]) % multiple:
             raise Inexpressible(
                 op,
@@ -192,7 +192,7 @@ def _kernel(
     made_row, number = _row(source, x, left)
     if copies[0].encoding.name in e2m1_copies.SCALES:
         return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
-    if copies[0].encoding.name in block_copies.SCALES:
+    if copies[0].encoding.name in block_copies.ENCODINGS:
         each = [(copy.encoding, _places(source, copy), _kind(copy)) for copy in copies]
         cut = _cut(source.fusion, x)
         return block_copies.kernel(
@@ -205,13 +205,8 @@ def _kernel(
     by_axis = {copy.in_columns: copy for copy in copies}
     made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
     which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        *made_row,
-        f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
-    ]
-    return _of_tiles(source, name, body, rows, groups, width)
+    make = f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});"
+    return _of_tiles(source, name, [*made_row, make], rows, groups, width)
 
 
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
@@ -272,13 +267,9 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     if packed.type.encoding is FP8_COLUMNS:
         return block_copies.reading(source, name, stored_parts, ends, numbers, left)
     parts = ", ".join(source.array(v, left) for v in stored_parts)
-    body = [
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
-        f"read_copy<{width}>({_grouped(source, ends, rows, left)}, {parts}, "
-        f"{source.names[numbers]});",
-    ]
-    return _of_tiles(source, name, body, rows, groups, width)
+    tiles = _grouped(source, ends, rows, left)
+    read = f"read_copy<{width}>({tiles}, {parts}, {source.names[numbers]});"
+    return _of_tiles(source, name, [read], rows, groups, width)
 
 
 def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) -> str:
@@ -302,7 +293,7 @@ def _of_tiles(
     blocks = ceildiv(tiles * -(-width // _COLUMNS) * 32, THREADS)
     return source.kernel(
         name,
-        body,
+        [*source.WAIT, *body],
         blocks,
         headers=("mxfp8.cuh",),
         max_resident=MAX_RESIDENT,

@@ -92,7 +92,7 @@ def _in_tiles(codes: Value) -> str:
 def _of_warps(source: Source, name: str, body: Sequence[str], warps: AnySize) -> KernelSource:
     return source.kernel(
         name,
-        ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *body],
+        [*source.WAIT, *body],
         ceildiv(warps, THREADS // 32),
         headers=("e2m1_copies.cuh",),
         max_resident=MAX_RESIDENT,

@@ -49,7 +49,7 @@ class Fp8Product(Product):
         super().__init__(plan)
         for v in plan.rows if plan.quantized else ():
             self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
-        self._others, self._codes = tuple(self.scratch), list[str]()
+        self._codes = list[str]()
         with suppress(UnsupportedError):
             self._operand = _operand(self)
             self._codes = self._make_codes()
@@ -93,13 +93,13 @@ class Fp8Product(Product):
         if chosen.size_classes:
             made = super().kernels(chosen, sizes, arch)
             return [*made, self.once(self._quantize)] if self.plan.quantized else made
-        made = [
+        return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             self._product_of_codes(sizes, arch),
             *([self.once(self._quantize)] if chosen.quantizes_after else []),
+            *self.once(self.sums_of_tokens),
         ]
-        return [*made, self.once(self._combine)] if self.plan.combine else made
 
     def _quantize(self) -> KernelSource:
         """Quantizes the product's result."""
@@ -118,14 +118,12 @@ class Fp8Product(Product):
         number = "bf16" if stored(result) == "bf16" else "float"
         return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
 
-    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """No elements for the arrays of the other kernels."""
-        here = array.name == UNQUANTIZED and chosen.quantizes_after
-        if not here and bool(chosen.size_classes) != (array in self._others):
-            return 0
-        if here:
-            return value(array.count, sizes)
-        return super().count(array, chosen, sizes) if chosen.size_classes else 1
+    def uses(self, array: Array, chosen: Chosen) -> bool:
+        """Not the arrays of the other kernels."""
+        by_codes = not chosen.size_classes
+        if array.name == UNQUANTIZED and by_codes:
+            return chosen.quantizes_after
+        return by_codes == (array == TILE_COUNTER) and super().uses(array, chosen)
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)

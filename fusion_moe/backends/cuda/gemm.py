@@ -11,7 +11,7 @@ from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import value
 from ...ir.types import DTYPES as TORCH_DTYPES
 from ...ir.types import plain
 from ...layouts.groups import bound
@@ -20,9 +20,10 @@ from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Call, Index, Variable, reshaped, size
 from ..cxx.product_plan import ProductPlan, WgradPlan
 from ..cxx.statements import Expression, inner
-from ..inexpressible import naming
 from . import added, readers
-from .grouped_mm import Product
+from .columns import function as column_function
+from .columns import need_whole
+from .grouped_mm import PlannedSource, Product, need_groups
 from .heuristics import AUTO, Chosen
 from .mma_tile import NEEDS as MMA_NEEDS
 from .mma_tile import THREADS as MMA_THREADS
@@ -50,12 +51,11 @@ LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh
 PARTIAL_SUMS = "partial_sums"
 _TILES_N = (256, 128)  # columns of the product
 _FEW_COLUMNS = 64  # of a wgrad's operand: as many as fit in a row of a piece of shared memory
-MAX_GROUPS = 2048  # the most for which shared memory is large enough
 TILE_COUNTER = Array("tile_counter", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
 
 
-class Gemm(Source):
+class Gemm(PlannedSource):
     """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
 
     ELEMENTS = VectorElements
@@ -63,18 +63,9 @@ class Gemm(Source):
 
     def __init__(self, plan: ProductPlan):
         self.packed = plan.encoding.name not in DTYPES
-        names = (
-            dict(zip(plan.weight, self._reader(plan).names(plan.encoding), strict=True))
-            if self.packed
-            else {}
-        )
-        super().__init__(
-            plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
-        )
-        _check_groups(plan.groups)
+        super().__init__(plan, self._reader(plan).names(plan.encoding) if self.packed else ())
         _check(plan.a, *(() if self.packed else plan.weight))
-        self.plan, self.dtype = plan, plan.a.type.dtype
-        self.transposed = plan.weight[0] if plan.transposed else None
+        self.dtype = plan.a.type.dtype
         self.operand = Operand(self, plan.a, plan.k, "a")
         self.scratch += [TILE_COUNTER, *self.operand.scratch]
         self._functions = self._make_functions()
@@ -83,37 +74,34 @@ class Gemm(Source):
                 Array(
                     PARTIAL_SUMS,
                     "float",
-                    elements((self._rows, self._most_parts * len(plan.sums))),
+                    elements((self.rows, self._most_parts * len(plan.sums))),
                 )
             )
 
     def functions(self) -> list[str]:
         """The functions that all kernels of the segment use."""
         return [
-            f"__device__ i64 rows() const {{ return {size(self._rows)}; }}",
+            f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *([NO_ENDS] if self.plan.of_one_group else []),
         ]
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; computed activations; the product; sums over its tiles and rows."""
-        made = [
+        return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             *self.operand.made(),
             self._product(sizes, arch),
+            *self.sums(self._parts(sizes, arch)),
+            *self.sums_of_tokens(),
         ]
-        made += self.sums(self._parts(sizes, arch))
-        if self.plan.combine:
-            with naming(self.plan.combine):
-                made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan))
-        return made
 
     @staticmethod
     def _reader(plan: ProductPlan) -> readers.Reader:
         return readers.reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
 
     def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
-        rows, (m, n) = value(self._rows, sizes), self._tile(sizes, arch)
+        rows, (m, n) = value(self.rows, sizes), self._tile(sizes, arch)
         tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles(n)
         boxes = {
             "a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None,
@@ -150,17 +138,13 @@ class Gemm(Source):
             "rows() + i];",
             f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
         ]
-        return self.for_all(f"row_sums_{i}", self._rows, body)
-
-    @property
-    def _rows(self) -> AnySize:
-        return plain(self.plan.a.type.shape[0])
+        return self.for_all(f"row_sums_{i}", self.rows, body)
 
     def _tile_m(self, sizes: Sizes) -> int:
         """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if
         most rows of a high one are empty, and add up each row in two parts.
         """
-        few = value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
+        few = value(self.rows, sizes) <= _FEW_ROWS * self.plan.groups
         return _TILES_M[self.packed and few and not self.plan.row_order]
 
     def _tile(self, sizes: Sizes, arch: Arch) -> tuple[int, int]:
@@ -200,9 +184,6 @@ class Gemm(Source):
         self._columns_read = len(columns)
         self._check_columns(columns)
         self._box_rows = self._rows_of_boxes(columns)
-        choice = str(columns[-1])
-        for f in range(len(columns) - 2, -1, -1):
-            choice = f"f == {f} ? {columns[f]} : {choice}"
         return [
             f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(columns)}, "
@@ -216,7 +197,7 @@ class Gemm(Source):
             f"using Activation = {self.dtype};",
             "",
             *added.functions(self, plan),
-            f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
+            column_function(columns),
             *self.operand.functions(),
             *self._weight(),
             *self.stores,
@@ -246,11 +227,7 @@ class Gemm(Source):
         made.
         """
         plan = self.plan
-        if len(columns) not in (1, 2, 4):
-            raise UnsupportedError(
-                f"a result of {len(columns)} columns of the product has no kernel here",
-                expected="1, 2 or 4",
-            )
+        need_whole(columns)
         if plan.kind == "dgrad" and not all(in_vectors(c, plan.width) for c in columns):
             raise UnsupportedError(
                 "a result of columns that do not follow each other has no kernel here",
@@ -321,7 +298,7 @@ class EitherProduct(Product):
     def __init__(self, plan: ProductPlan):
         self._gemm = Gemm(plan)
         super().__init__(plan)
-        self._others = tuple(self.scratch)
+        self._arrays_of_variants = tuple(self.scratch)
         self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
@@ -332,15 +309,10 @@ class EitherProduct(Product):
             else self._gemm.kernels(chosen, sizes, arch)
         )
 
-    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """No elements for the arrays of the other one."""
-        if bool(chosen.size_classes) != (array in self._others):
-            return 0
-        return (
-            super().count(array, chosen, sizes)
-            if chosen.size_classes
-            else self._gemm.count(array, chosen, sizes)
-        )
+    def uses(self, array: Array, chosen: Chosen) -> bool:
+        """Not the arrays of the other one."""
+        of_variants = array in self._arrays_of_variants
+        return bool(chosen.size_classes) == of_variants and super().uses(array, chosen)
 
 
 class PlainProduct(EitherProduct):
@@ -372,19 +344,13 @@ class PackedDgrad(EitherProduct):
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two, and those for sums."""
         made = super().kernels(chosen, sizes, arch)
-        return (
-            [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))]
-            if chosen.size_classes
-            else made
-        )
+        if chosen.size_classes:
+            made += self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))
+        return made
 
-    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+    def uses(self, array: Array, chosen: Chosen) -> bool:
         """As in `EitherProduct`; both sum parts of rows."""
-        return (
-            self._gemm.count(array, chosen, sizes)
-            if array.name == PARTIAL_SUMS
-            else super().count(array, chosen, sizes)
-        )
+        return array.name == PARTIAL_SUMS or super().uses(array, chosen)
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
         """The functions `result` and `array`, or `store`: see kernels/epilogue_transpose.cuh."""
@@ -409,7 +375,7 @@ class Wgrad(Source):
 
     def __init__(self, plan: WgradPlan):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
-        _check_groups(plan.groups)
+        need_groups(plan.groups)
         self.plan = plan
         self._find_operands()
         self._functions = self._make_functions()
@@ -633,13 +599,6 @@ def product_kernel(
         boxes=tuple(given.values()),
         cluster=cluster,
     )
-
-
-def _check_groups(groups: int) -> None:
-    if groups > MAX_GROUPS:
-        raise UnsupportedError(
-            f"{groups} groups have no kernel here", expected=f"at most {MAX_GROUPS}"
-        )
 
 
 def _check(*operands: Value) -> None:

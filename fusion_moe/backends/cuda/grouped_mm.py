@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,27 +36,54 @@ _UNBOUNDED = 2**31 - 1  # rows, as kernels/ragged.cuh has it
 _MAX_GROUPS = 2048
 
 
-class Product(Source):
-    """The source of a planned segment."""
+def need_groups(groups: int) -> None:
+    """UnsupportedError for more groups than kernels can have."""
+    if groups > _MAX_GROUPS:
+        raise UnsupportedError(
+            f"{groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}"
+        )
+
+
+class PlannedSource(Source):
+    """The source of a planned fprop or dgrad. parts: what the struct calls those of the weight, if
+    not by their values' names.
+    """
+
+    def __init__(self, plan: ProductPlan, parts: Sequence[str]):
+        names = dict(zip(plan.weight, parts, strict=False))
+        if not plan.of_one_group:
+            names[plan.ends] = "ends"
+        super().__init__(plan.fusion, plan.memory, names)
+        need_groups(plan.groups)
+        self.plan = plan
+        self.transposed = plan.weight[0] if plan.transposed else None
+
+    @property
+    def rows(self) -> AnySize:
+        """M."""
+        return plain(self.plan.a.type.shape[0])
+
+    def sums_of_tokens(self) -> list[KernelSource]:
+        """The kernel that sums the rows of each token, if the plan has a combine."""
+        if self.plan.combine is None:
+            return []
+        with naming(self.plan.combine):
+            return [self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan)]
+
+
+class Product(PlannedSource):
+    """The source of a planned product by kernels of variants."""
 
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.activations)
-        names = dict(zip(plan.weight, self.reader.names(plan.encoding), strict=True))
+        super().__init__(plan, self.reader.names(plan.encoding))
+        self.dtype = plan.activations
         if plan.quantized:
-            names[plan.rows[0]] = UNQUANTIZED
-        super().__init__(
-            plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"}
-        )
-        self.plan, self.dtype = plan, plan.activations
-        self.transposed = plan.weight[0] if plan.transposed else None
+            self.names[plan.rows[0]] = UNQUANTIZED
         if plan.k % _COLUMNS_PER_THREAD:
             raise UnsupportedError(
                 f"matrices of {plan.k} columns have no kernel here",
                 expected=f"a multiple of {_COLUMNS_PER_THREAD}",
-            )
-        if self.groups > _MAX_GROUPS:
-            raise UnsupportedError(
-                f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}"
             )
         found = self.rows_in_memory(self.elements())
         # the matrix in memory whose rows are the activations
@@ -76,17 +104,12 @@ class Product(Source):
         """The matrix in memory whose rows are the activations, and the number of row m's."""
         return made.row_in_memory(self.plan.a, _M, self.plan.k)
 
-    @property
-    def groups(self) -> int:
-        """The number of matrices."""
-        return self.plan.groups
-
     @cached_property
     def matrices(self) -> Matrices:
         """What the choice of kernels depends on, except rows."""
         runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
         return Matrices(
-            self.groups,
+            self.plan.groups,
             self.plan.k,
             self.tiles,
             self.columns.tiles,
@@ -96,11 +119,6 @@ class Product(Source):
             runs,
             self.plan.row_order,
         )
-
-    @property
-    def rows(self) -> AnySize:
-        """M."""
-        return plain(self.plan.a.type.shape[0])
 
     @property
     def tiles(self) -> int:
@@ -118,7 +136,8 @@ class Product(Source):
     def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
         """Kernels that suit sizes between few rows and many."""
         return Chosen(
-            choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True
+            choose_kernels(_USUAL_ROWS * self.plan.groups, self.matrices, arch, variant),
+            any_size=True,
         )
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
@@ -134,8 +153,7 @@ class Product(Source):
         products = self.products(
             chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue)
         )
-        found = [*first, *prologue, *products]
-        return [*found, self.once(self._combine)] if self.plan.combine else found
+        return [*first, *prologue, *products, *self.once(self.sums_of_tokens)]
 
     def products(
         self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False
@@ -233,13 +251,11 @@ class Product(Source):
             given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
         )
 
-    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+    def uses(self, array: Array, chosen: Chosen) -> bool:
         """No activations if the product reads a matrix directly."""
-        if array.name == ACTIVATIONS and self._reads_in_place(
+        return array.name != ACTIVATIONS or not self._reads_in_place(
             chosen.activation_reader, chosen.reads_fragment_order
-        ):
-            return 0
-        return super().count(array, chosen, sizes)
+        )
 
     # The rows of activations ----------------------------------------------------------------------
 
@@ -366,7 +382,7 @@ class Product(Source):
     def _make_functions(self) -> list[str]:
         plan, cols = self.plan, self.columns
         return [
-            f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
+            f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
             f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = "
             f"{plan.scale_runs};",
@@ -408,10 +424,3 @@ class Product(Source):
             *inner(arrays),
             "}",
         ]
-
-    # Results for tokens ---------------------------------------------------------------------------
-
-    def _combine(self) -> KernelSource:
-        assert self.plan.combine is not None
-        with naming(self.plan.combine):
-            return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan)

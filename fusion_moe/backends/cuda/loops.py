@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...arch import Arch
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv, exact_div
+from ...ir.sizes import AnySize, exact_div
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Number, Variable, reshaped, size, unflat
@@ -22,7 +22,7 @@ from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import block_copies, copies, e2m1_copies, router
 from .heuristics import Chosen
-from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
+from .source import THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
@@ -73,34 +73,35 @@ class Loops(Source):
         return [*self.made_first(sizes, chosen.any_size), *self.once(self._after_routing)]
 
     def _after_routing(self) -> list[KernelSource]:
-        found = list[KernelSource]()
-        ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
-        left = [v for v in self.memory if v not in ready]
+        found, left = list[KernelSource](), self.made_later
         for op in self.fusion.ops:
-            if op in self.sums:
-                with naming(op):
-                    found.append(self._summed(op, left))
-                left = [v for v in left if v not in self._made[op]]
-            elif of_x := self.copies.get(op, ()):
-                with naming(op):
-                    found += copies.kernels(self, f"copies_{len(found)}", of_x, left)
-                scale = e2m1_copies.chosen_inside(self.fusion, op)
-                done = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
-                left = [v for v in left if v not in done]
-            elif op.kind.name in _TURNING and op.outputs[0] in left:
-                with naming(op):
-                    made = _TURNING[op.kind.name](self, f"copies_{len(found)}", op, left)
-                    found.append(made)
-                left = [v for v in left if v not in op.outputs]
-            elif op in self.saved:
-                with naming(op):
-                    found.append(copies.reading(self, f"copies_{len(found)}", op, left))
-                left = [v for v in left if v not in op.outputs]
+            with naming(op):
+                kernels, done = self._whole(op, f"copies_{len(found)}", left)
+            found += kernels
+            left = [v for v in left if v not in done]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [
             self._elementwise(i, values, n, left) for i, (n, values) in enumerate(of_count)
         ]
+
+    def _whole(
+        self, op: Op, name: str, left: Sequence[Value]
+    ) -> tuple[Sequence[KernelSource], Sequence[Value]]:
+        """The kernels of an operation's own, if it has some, and what they make. name: of copies;
+        left: values that are not in memory yet.
+        """
+        if op in self.sums:
+            return [self._summed(op, left)], self._made[op]
+        if of_x := self.copies.get(op, ()):
+            scale = e2m1_copies.chosen_inside(self.fusion, op)
+            made = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
+            return copies.kernels(self, name, of_x, left), made
+        if op.kind.name in _TURNING and op.outputs[0] in left:
+            return [_TURNING[op.kind.name](self, name, op, left)], op.outputs
+        if op in self.saved:
+            return [copies.reading(self, name, op, left)], op.outputs
+        return (), ()
 
     def _summed(self, op: Op, left: Sequence[Value]) -> KernelSource:
         if op.kind.name == "combine":
@@ -138,20 +139,13 @@ class Loops(Source):
         if found.along_memory and found.rows == 1:
             return self._sum_of_all(x, y, found, left)
         if found.along_memory:
+            add = self._each(x, found, left, "total += {};")
             body = [
-                "griddepcontrol_wait();",
-                "griddepcontrol_launch_dependents();",
-                f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
-                *inner(
-                    _sum_blocks(
-                        32, "0", str(size(found.over)), self._each(x, found, left, "total += {};")
-                    )
-                ),
-                "    const float total = sum_of_warp(sum);",
-                f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
-                "});",
+                *_sum_blocks(32, "0", str(size(found.over)), add),
+                "const float total = sum_of_warp(sum);",
+                f"if (threadIdx.x % 32 == 0) {self.store(y, _M, 'total')}",
             ]
-            return self.kernel("sum", body, ceildiv(found.rows, _WARPS), max_resident=MAX_RESIDENT)
+            return self.for_all_warps("sum", found.rows, body, index="m")
         made, columns = self.elements(without=left), size(found.columns)
         term = made.of(x, found.at)
         add = [
@@ -159,11 +153,11 @@ class Loops(Source):
             *inner([*made.lines, f"total += {term};"]),
             "}",
         ]
-        place, sums = (
+        body = [
             f"const i64 m = i / {columns}, j = i % {columns};",
-            _sum_blocks(1, "0", str(size(found.over)), add),
-        )
-        body = [place, *sums, self.store(y, _I, "sum")]
+            *_sum_blocks(1, "0", str(size(found.over)), add),
+            self.store(y, _I, "sum"),
+        ]
         return self.for_all("sum", elements((found.rows, found.columns)), body)
 
     def _sum_of_all(
@@ -178,8 +172,7 @@ class Loops(Source):
             "}",
         ]
         body = [
-            "griddepcontrol_wait();",
-            "griddepcontrol_launch_dependents();",
+            *self.WAIT,
             *_sum_blocks(THREADS, "0", str(size(found.over)), add),
             f"const float total = sum_of_warps<{_WARPS}>(sum_of_warp(sum));",
             f"if (threadIdx.x == 0) {self.store(y, Number(0), 'total')}",
@@ -223,8 +216,7 @@ class Loops(Source):
         body = [
             f"const i64 g = blockIdx.x / {tiles}, j = blockIdx.x % {tiles} * 32 + "
             "threadIdx.x % 32;",
-            "griddepcontrol_wait();",
-            "griddepcontrol_launch_dependents();",
+            *self.WAIT,
             f"const MTile run = rows_of_group({self.array(ends, left)}, g, {rows}, error);",
             *_sum_blocks(_WARPS, "run.first", f"(j < {columns} ? run.end : run.first)", add),
             f"const float total = sum_of_warps<{_WARPS}>(sum);",

@@ -77,8 +77,7 @@ def _made_first(source: Source, op: Op, warps: int) -> tuple[KernelSource, list[
     )
     lines = [
         f"__shared__ SortSlots<{warps}, {groups}, {max(_WARPS) * k}> sorted;",
-        "griddepcontrol_wait();",
-        "griddepcontrol_launch_dependents();",
+        *source.WAIT,
         f"for_all_warps({tokens}, [&](i64 i) {{",
         *inner(_weights(source, weights, body)),
         "});",

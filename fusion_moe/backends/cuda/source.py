@@ -171,6 +171,8 @@ class Source(Writer):
     """
 
     ELEMENTS = SafeElements
+    # how a kernel begins that reads and writes nothing before the previous one has ended
+    WAIT = ("griddepcontrol_wait();", "griddepcontrol_launch_dependents();")
     needs: tuple[str, ...] = ()
     transposed: Value | None = None
     grouped: Value | None = None
@@ -204,7 +206,11 @@ class Source(Writer):
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """The number of elements of a scratch array that the kernels use."""
-        return value(array.count, sizes)
+        return value(array.count, sizes) if self.uses(array, chosen) else 0
+
+    def uses(self, array: Array, chosen: Chosen) -> bool:
+        """Whether the kernels of a choice use a scratch array."""
+        return True
 
     def once(self, make: Callable[..., T], *of: Hashable) -> T:
         """What make(*of) returns; it is called once, so that a call of new sizes writes no text."""
@@ -219,31 +225,10 @@ class Source(Writer):
         first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}
         return [v for v in self.memory if v not in first]
 
-    def kernel(
-        self,
-        name: str,
-        body: Sequence[str],
-        blocks: AnySize,
-        *,
-        headers: Sequence[str] = ("routing.cuh",),
-        threads: int = THREADS,
-        min_blocks: int = 1,
-        max_resident: int = 0,
-        reads_before_wait: bool = False,
-    ) -> KernelSource:
-        """A kernel with a struct whose function `run` is `body`."""
+    def kernel(self, name: str, body: Sequence[str], blocks: AnySize, **more: Any) -> KernelSource:
+        """A kernel with a struct whose function `run` is `body`. more: as of `calling`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
-        return self.calling(
-            "s.run();",
-            name,
-            run,
-            blocks,
-            headers=headers,
-            threads=threads,
-            min_blocks=min_blocks,
-            max_resident=max_resident,
-            reads_before_wait=reads_before_wait,
-        )
+        return self.calling("s.run();", name, run, blocks, **more)
 
     def calling(
         self,
@@ -320,10 +305,9 @@ class Source(Writer):
             [f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else []
             for lines in (before_wait, body)
         )
-        lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
         return self.kernel(
             name,
-            lines,
+            [*first, *self.WAIT, *then],
             blocks,
             headers=headers,
             max_resident=MAX_RESIDENT,
@@ -336,17 +320,17 @@ class Source(Writer):
         count: AnySize,
         body: Sequence[str],
         *,
+        index: str = "i",
         headers: Sequence[str] = ("routing.cuh",),
     ) -> KernelSource:
-        """A kernel that runs `body` with a warp for each i below a count."""
-        lines = [
-            "griddepcontrol_wait();",
-            "griddepcontrol_launch_dependents();",
-            f"for_all_warps({size(count)}, [&](i64 i) {{",
-        ]
-        blocks = ceildiv(count, THREADS // 32)
+        """A kernel that runs `body` with a warp for each index below a count."""
+        loop = f"for_all_warps({size(count)}, [&](i64 {index}) {{"
         return self.kernel(
-            name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT
+            name,
+            [*self.WAIT, loop, *inner(body), "});"],
+            ceildiv(count, THREADS // 32),
+            headers=headers,
+            max_resident=MAX_RESIDENT,
         )
 
     def _struct(self, more: Sequence[str]) -> str:
@@ -402,11 +386,7 @@ class Source(Writer):
         types, first = stored(ids), op.attrs.get("first_expert")
         if first is not None:
             types, given = f"{types}, true", f"{given}, {first}"
-        body = [
-            "griddepcontrol_wait();",
-            "griddepcontrol_launch_dependents();",
-            f"Route<{types}>{{{given}}}.run();",
-        ]
+        body = [*self.WAIT, f"Route<{types}>{{{given}}}.run();"]
         return self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS)
 
     def _place(self, op: Op) -> KernelSource:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import torch
+
+from ...encodings import Encoding
 from ...encodings.mxfp8 import E4M3
 from ...errors import UnsupportedError
 from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.quantized import TRAINED
+from ...ir.kinds.eight_bits import TRAINED
 from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
@@ -445,6 +448,16 @@ def computed(v: Value) -> str:
 def holds_rows(v: Value) -> bool:
     """Whether elements of a value are e4m3 codes, each with a scale of its block."""
     return v.type.quantized and v.type.encoding.element is E4M3 and len(v.type.encoding.parts) == 2
+
+
+def scale_class(encoding: Encoding) -> str:
+    """What the kernels of both backends call the rule by which a trained encoding chooses the scale
+    of a block.
+    """
+    (scale,) = encoding.scales
+    if scale.dtype == torch.float8_e8m0fnu:
+        return "E8m0Scale"
+    return "Float32Scale" if scale.over else "PowerOfTwoScale"
 
 
 def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:

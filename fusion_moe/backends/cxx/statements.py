@@ -82,7 +82,7 @@ def written(statements: Sequence[Statement]) -> list[str]:
 
 
 def inner(lines: Sequence[str]) -> list[str]:
-    """The lines of statements."""
+    """Lines of C++, one level further in."""
     return [f"    {line}" if line else "" for line in lines]
 
 

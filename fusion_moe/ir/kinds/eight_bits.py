@@ -36,8 +36,7 @@ from ...errors import DtypeError, OptionError
 from ...recipe import FORMATS
 from ..core import Op, Value
 from ..types import TensorType
-from .quantized import known
-from .rules import need_dtype
+from .rules import known, need_dtype
 
 
 class Family(NamedTuple):
@@ -69,6 +68,10 @@ BY_FORMAT = {form: (FAMILIES[name], wgrad) for form, (name, wgrad) in FORMATS.it
 _FROZEN_TOO = (FP8_ROWS.name,)  # which rows of products with frozen weights are too
 # of the rows of a product, and of both operands of a wgrad
 _BY_OPERAND = {e.name: f for f in FAMILIES.values() for e in (f.rows, f.columns)}
+# encodings of all operands, forward and backward
+TRAINED = tuple(
+    dict.fromkeys(e.name for f in FAMILIES.values() for e in (f.rows, f.columns, *f.weight))
+)
 
 
 def family_of(type: TensorType) -> Family | None:

@@ -11,14 +11,8 @@ import torch
 
 from ...encodings import (
     ENCODINGS,
-    FP8_BLOCKS_F32,
     FP8_COLUMNS,
-    FP8_COLUMNS_F32,
     FP8_E8M0,
-    FP8_ROWS,
-    FP8_ROWS_F32,
-    MXFP8,
-    MXFP8_COLUMNS,
     Encoding,
     Quantized,
     Scale,
@@ -36,7 +30,8 @@ from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
-from .rules import Types, need_dtype, need_partition, need_rank, need_tensor
+from .eight_bits import TRAINED
+from .rules import Types, known, need_dtype, need_partition, need_rank, need_tensor
 from .runs import (
     IN_TILES,
     dequantize_runs,
@@ -48,20 +43,6 @@ from .runs import (
 )
 
 ENCODED_FROM = ("f32", "bf16", "f16")
-# encodings that both operands of a product can have, forward and backward
-TRAINED = tuple(
-    encoding.name
-    for encoding in (
-        MXFP8,
-        MXFP8_COLUMNS,
-        FP8_ROWS,
-        FP8_COLUMNS,
-        FP8_E8M0,
-        FP8_ROWS_F32,
-        FP8_COLUMNS_F32,
-        FP8_BLOCKS_F32,
-    )
-)
 
 
 def encoded() -> tuple[str, ...]:
@@ -134,14 +115,6 @@ def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = F
     descriptor = find(encoding)
     elements = parts[0].mT if transposed else parts[0]
     return (elements if descriptor.plain else Quantized(elements, *parts[1:], encoding=descriptor),)
-
-
-def known(k: Dim) -> int:
-    """A size that the program knows; ShapeError for one that depends on the call."""
-    size = plain(k)
-    if not isinstance(size, int):
-        raise ShapeError(f"K = {k}", expected="a number known when compiling")
-    return size
 
 
 def _need_matrices(x: TensorType, encoding: Encoding) -> None:

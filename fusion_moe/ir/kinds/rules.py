@@ -47,6 +47,14 @@ def need_computed(name: str, type: TensorType) -> None:
     need_dtype(name, type, *COMPUTED)
 
 
+def known(k: Dim) -> int:
+    """A size that the program knows; ShapeError for one that depends on the call."""
+    size = plain(k)
+    if not isinstance(size, int):
+        raise ShapeError(f"K = {k}", expected="a number known when compiling")
+    return size
+
+
 def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:
     """Two sizes must be equal, partitioned or not. what: "group count"; first, second: the names of
     the operands with these sizes.
