@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import Error, FusionError
-from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
+from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer, of_kind
 from .kinds.rules import need_rank
 from .op_methods import Ops
 from .signature import checked_operand
@@ -329,9 +329,11 @@ class FusionDefinition:
         """Whether a value is an input or a result here."""
         return value in self._roles or value in self._producers
 
-    def producer(self, value: Any) -> Op | None:
-        """The operation that made a value; None for an input or a number."""
-        return self._producers.get(value)
+    def producer(self, value: Any, *kinds: str) -> Op | None:
+        """The operation that made a value; None for an input or a number, and for an operation of
+        another kind, if kinds are given.
+        """
+        return of_kind(self._producers.get(value), kinds)
 
     def made_by(self, value: Value) -> str:
         """The kind of the operation that made a value; "" for an input."""

@@ -39,13 +39,9 @@ def reduce_scatter(x: Tensor, group: str, ranks: int) -> Tensor:
 def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
     """[ranks M, ...], M rows for each rank -> [ranks M, ...], M rows from each rank"""
     if (here := _here()) is not None:
-        return torch.cat([_for_each(t, ranks)[here.rank()] for t in here.shown(x)])
+        return torch.cat([t.tensor_split(ranks)[here.rank()] for t in here.shown(x)])
     sizes = [x.shape[0] // ranks] * ranks
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
-
-
-def _for_each(x: Tensor, ranks: int) -> Tensor:
-    return x.view(ranks, x.shape[0] // ranks, *x.shape[1:])
 
 
 # Ranks in one process -----------------------------------------------------------------------------

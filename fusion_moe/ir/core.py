@@ -8,7 +8,7 @@ tested against it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..encodings import Encoding, find
 from ..errors import Error, FusionError, ShapeError, did_you_mean
 from ..layouts.groups import check_ends
 from .binding import bind, elements_of, resolve, with_ceilings
@@ -187,9 +188,19 @@ class Op:
         for v in self.inputs:
             yield v.type if isinstance(v, Value) else v
 
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding that its attributes name."""
+        return find(self.attrs["encoding"])
+
     def with_inputs(self, inputs: Sequence[Operand]) -> Op:
         """This operation with other inputs of the same types."""
         return replace(self, inputs=tuple(inputs))
+
+
+def of_kind(op: Op | None, kinds: Collection[str]) -> Op | None:
+    """The operation, if it is of one of these kinds; of any, if there are none."""
+    return op if op is not None and (not kinds or op.kind.name in kinds) else None
 
 
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -384,6 +395,12 @@ class Fusion:
     def producers(self) -> Mapping[Value, Op]:
         """The operation that makes each value (inputs have none)."""
         return {v: op for op in self.ops for v in op.outputs}
+
+    def producer(self, value: Any, *kinds: str) -> Op | None:
+        """The operation that makes a value; None for an input or a number, and for an operation of
+        another kind, if kinds are given.
+        """
+        return of_kind(self.producers.get(value), kinds)
 
     @cached_property
     def readers(self) -> Mapping[Value, tuple[Op, ...]]:

@@ -121,15 +121,15 @@ def _stored_apart(forward: Fusion, results: int) -> Fusion:
 
 
 def _rounded_apart(fd: FusionDefinition, v: Value) -> Value:
-    op = fd.producer(v)
-    piece = op.attrs if op is not None and op.kind.name == "slice" else None
-    if op is not None and piece is not None:
-        op = fd.producer(op.values[0])
-    if op is None or op.kind.name != "cast" or op.values[0].type.dtype != "f32":
+    piece = fd.producer(v, "slice")
+    cast = fd.producer(piece.values[0] if piece else v, "cast")
+    if cast is None or cast.values[0].type.dtype != "f32":
         return v
-    (x,) = op.values
+    (x,) = cast.values
     everything = {"start_indices": [0] * len(x.type.shape), "end_indices": list(x.type.shape)}
-    return fd.ops.cast(fd.ops.slice(x, **(piece or everything)), dtype=v.type.dtype)
+    return fd.ops.cast(
+        fd.ops.slice(x, **(piece.attrs if piece else everything)), dtype=v.type.dtype
+    )
 
 
 # ---------------------------------------------------------------------- forward and backward in one
@@ -229,14 +229,9 @@ def _whole(
         original,
         tuple(reversed(rewritten)),
         any(op.attrs["how"] != "saved" for op in straight),
-        any(_is_packed(fd, op.values[0]) for op in straight) and not any(map(is_trained, ops)),
+        # packed: of frozen weights
+        any(fd.producer(op.values[0], "pack") for op in straight) and not any(map(is_trained, ops)),
     )
-
-
-def _is_packed(fd: FusionDefinition, w: Value) -> bool:
-    """Whether a weight comes in its parts, as one that is frozen does."""
-    op = fd.producer(w)
-    return op is not None and op.kind.name == "pack"
 
 
 def _of_weights(fusion: Fusion) -> Fusion:

@@ -40,11 +40,7 @@ class Gradients:
         )
 
     def _joined(self, grads: Sequence[Value]) -> list[Value]:
-        pads = {
-            grad: op
-            for grad in grads
-            if (op := self._fd.producer(grad)) is not None and op.kind.name == "pad"
-        }
+        pads = {grad: op for grad in grads if (op := self._fd.producer(grad, "pad"))}
         whole = _tiled(self._fd, list(pads.values())) if pads else None
         return list(grads) if whole is None else [*(g for g in grads if g not in pads), whole]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import FLOATS, plain
@@ -37,7 +36,7 @@ def _rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value
 def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """x / (exp(-x) + 1) in float32 is silu(x)."""
     x, below = inputs
-    total = _made(fd, below, "add")
+    total = fd.producer(below, "add")
     if (
         total is None
         or not isinstance(x, Value)
@@ -45,8 +44,8 @@ def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
         or 1 not in total.inputs[:2]
     ):
         return None
-    exp = next((_made(fd, v, "exp") for v in total.inputs if v != 1), None)
-    neg = _made(fd, exp.inputs[0], "neg") if exp else None
+    exp = next((fd.producer(v, "exp") for v in total.inputs if v != 1), None)
+    neg = fd.producer(exp.inputs[0], "neg") if exp else None
     return (fd.ops.silu(x),) if neg and neg.inputs[0] is x else None
 
 
@@ -57,7 +56,7 @@ def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value
     (x,), dtype = inputs, op.attrs["dtype"]
     if x.type.dtype == dtype and x.type.ends is None:
         return (x,)
-    before = _made(fd, x, "cast")
+    before = fd.producer(x, "cast")
     if before is not None:
         (source,) = before.values
         if source.type.dtype == dtype and x.type.dtype in _EXACT_IN.get(dtype, ()):
@@ -68,7 +67,7 @@ def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value
 def _reshape(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """A reshape to the shape that a value already has; two reshapes in a row become one."""
     (x,), shape = inputs, op.attrs["new_shape"]
-    before = _made(fd, x, "reshape")
+    before = fd.producer(x, "reshape")
     source = before.values[0] if before else x
     if source.type.shape == shape:
         return (source,)
@@ -102,7 +101,7 @@ def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[V
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
     """
-    of_matrix = any(part.of_matrix for part in find(op.attrs["encoding"]).parts)
+    of_matrix = any(part.of_matrix for part in op.encoding.parts)
     return None if of_matrix else _product(fd, op, inputs)
 
 
@@ -131,7 +130,7 @@ def _gathered_before(fd: FusionDefinition, op: Op, x: Value) -> Value | None:
 
 def _widened(fd: FusionDefinition, v: Any) -> Value | None:
     """The narrower floats of which a value is the exact widening."""
-    before = _made(fd, v, "cast")
+    before = fd.producer(v, "cast")
     source = before.values[0] if before else None
     return (
         source
@@ -140,11 +139,6 @@ def _widened(fd: FusionDefinition, v: Any) -> Value | None:
         and v.type.dtype in _EXACT_IN.get(source.type.dtype, ())
         else None
     )
-
-
-def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
-    op = fd.producer(v) if isinstance(v, Value) else None
-    return op if op is not None and op.kind.name == kind else None
 
 
 _PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")

@@ -80,7 +80,7 @@ def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:
 
 
 def _way(fusion: Fusion, v: Value) -> tuple[Op, ...]:
-    op = fusion.producers.get(v)
+    op = fusion.producer(v)
     if op is None or v in fusion.outputs:
         return ()
     if op.kind.name == "cast":

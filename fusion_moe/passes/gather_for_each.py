@@ -34,7 +34,7 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
         return op
     inputs = list(op.inputs)
     for i, v in enumerate(op.inputs):
-        gather = fusion.producers.get(v) if isinstance(v, Value) else None
+        gather = fusion.producer(v)
         if gather is None or not _picks(fusion, gather):
             continue
         (output,) = gather.outputs

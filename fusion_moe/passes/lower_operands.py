@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds import eight_bits
@@ -71,8 +70,7 @@ def _by_columns(op: Op, target: Target) -> bool:
 
 def _is_turned(fd: FusionDefinition, v: Value) -> bool:
     made = fd.producer(v)
-    codes = fd.producer(made.values[0]) if made is not None else None
-    return codes is not None and codes.kind.name == "turn_back"
+    return made is not None and fd.producer(made.values[0], "turn_back") is not None
 
 
 def _rule(
@@ -105,8 +103,8 @@ def _rule(
 
 
 def _in_memory(fd: FusionDefinition, v: Value) -> Value:
-    made = fd.producer(v)
-    if made is None or made.kind.name != "quantize" or len(made.values) > 1:
+    made = fd.producer(v, "quantize")
+    if made is None or len(made.values) > 1:
         return v
     if (picked := _picked(fd, v)) is None:
         return eight_bits.in_parts(fd, v)
@@ -133,16 +131,11 @@ def _picked(fd: FusionDefinition, v: Value) -> tuple[Value, Op] | None:
     """All rows, quantized, and the `index_select` of those that a `quantize` made v of, if each row
     is picked once or more on average.
     """
-    quantize = fd.producer(v)
-    if (
-        quantize is None
-        or quantize.kind.name != "quantize"
-        or len(quantize.values) > 1
-        or find(quantize.attrs["encoding"]).axis != -1
-    ):
+    quantize = fd.producer(v, "quantize")
+    if quantize is None or len(quantize.values) > 1 or quantize.encoding.axis != -1:
         return None
-    gather = fd.producer(quantize.values[0])
-    if gather is None or gather.kind.name != "index_select" or gather.attrs["dim"] != 0:
+    gather = fd.producer(quantize.values[0], "index_select")
+    if gather is None or gather.attrs["dim"] != 0:
         return None
     x, index = gather.values
     often = exact_div(plain(index.type.shape[0]), plain(x.type.shape[0])) is not None

@@ -46,7 +46,7 @@ def _ordered(fusion: Fusion) -> list[Op]:
     done: set[int] = set()
     order: list[Op] = []
     for output in fusion.outputs:
-        stack = [(fusion.producers.get(output), False)]
+        stack = [(fusion.producer(output), False)]
         while stack:
             op, operands_done = stack.pop()
             if op is None or id(op) in done:
@@ -56,5 +56,5 @@ def _ordered(fusion: Fusion) -> list[Op]:
                 order.append(op)
             else:
                 stack.append((op, True))
-                stack += [(fusion.producers.get(v), False) for v in reversed(op.values)]
+                stack += [(fusion.producer(v), False) for v in reversed(op.values)]
     return order

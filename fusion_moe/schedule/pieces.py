@@ -144,12 +144,12 @@ class Pieces:
 
     def _join_sums(self, op: Op) -> None:
         """Joins an operation that sends sums with what makes them."""
-        chain, source = [op], self.fusion.producers.get(op.values[0])
+        chain, source = [op], self.fusion.producer(op.values[0])
         while source and (source.kind.view or source.kind.role in ("pointwise", "combine")):
             chain += [] if source.kind.view else [source]
             if source.kind.role == "combine":
                 return self._join_all(frozenset(chain))
-            source = self.fusion.producers.get(source.values[0])
+            source = self.fusion.producer(source.values[0])
         return None
 
     def _join_all(self, whole: frozenset[Op]) -> None:
@@ -208,7 +208,7 @@ class Pieces:
         """The operations, views looked through, that an operation reads from."""
         found: list[Op] = []
         for v in op.values:
-            source = self.fusion.producers.get(v)
+            source = self.fusion.producer(v)
             if source is not None:
                 found += self._sources(source) if source.kind.view else [source]
         return list(dict.fromkeys(found))
@@ -240,7 +240,7 @@ class Pieces:
 
     def _add_views(self, op: Op, members: set[Op]) -> None:
         for v in op.values:
-            source = self.fusion.producers.get(v)
+            source = self.fusion.producer(v)
             if source is not None and source.kind.view and source not in members:
                 members.add(source)
                 self._add_views(source, members)

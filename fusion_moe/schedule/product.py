@@ -115,14 +115,10 @@ def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
 
 def cat_before(fusion: Fusion, v: Value) -> Op | None:
     """The `cat` that makes the columns of a value, with only casts and views of rows in between."""
-    op = fusion.producers.get(v)
-    if op is not None and op.kind.name == "cat":
-        return op if op.attrs["dim"] > 0 else None
-    return (
-        cat_before(fusion, op.values[0])
-        if op is not None and op.kind.name in ("cast", "reshape", "partition")
-        else None
-    )
+    op = fusion.producer(v, "cat", "cast", "reshape", "partition")
+    if op is None or op.kind.name != "cat":
+        return None if op is None else cat_before(fusion, op.values[0])
+    return op if op.attrs["dim"] > 0 else None
 
 
 def quantized_result(fusion: Fusion) -> Op | None:

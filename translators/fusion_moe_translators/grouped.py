@@ -53,9 +53,5 @@ def _of_columns(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
 
 def _transposed(fd: FusionDefinition, v: Value, dims: tuple[int, ...]) -> Value | None:
     """The value of which v is a permutation."""
-    op = fd.producer(v)
-    return (
-        op.values[0]
-        if op is not None and op.kind.name == "permute" and op.attrs["dims"] == dims
-        else None
-    )
+    op = fd.producer(v, "permute")
+    return op.values[0] if op is not None and op.attrs["dims"] == dims else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...encodings import NVFP4, Encoding, find
+from ...encodings import NVFP4, Encoding
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
@@ -216,7 +216,7 @@ class _Writer(SegmentWriter):
         ]
 
     def _decode_scale(self, op: Op) -> list[str]:
-        (x,), (out,), encoding = op.values, op.outputs, find(op.attrs["encoding"])
+        (x,), (out,), encoding = op.values, op.outputs, op.encoding
         if encoding is not NVFP4:
             raise _no_kernel(encoding)
         most = encoding.element.maximum * encoding.scales[0].maximum
@@ -243,7 +243,7 @@ class _Writer(SegmentWriter):
         """Row by row, block by block. For non-finite numbers that the encoding cannot hold, or a
         negative scale, the reference raises.
         """
-        encoding = find(op.attrs["encoding"])
+        encoding = op.encoding
         if encoding.axis == -2:
             return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
         if encoding.scales[0].rows > 1:
@@ -298,7 +298,7 @@ class _Writer(SegmentWriter):
         (x,), (codes, scales), encoding = (
             op.values,
             _unpacked(self.fusion, op),
-            find(op.attrs["encoding"]),
+            op.encoding,
         )
         *lead, n, k = x.type.shape
         block, columns, made = encoding.block, known(k), self.elements()
@@ -336,7 +336,7 @@ class _Writer(SegmentWriter):
 
     def _quantize_columns(self, op: Op) -> list[str]:
         """Blocks of rows in which no matrix begins: block m is rows 32 m to 32 m + 31."""
-        (x,), encoding = op.values, find(op.attrs["encoding"])
+        (x,), encoding = op.values, op.encoding
         *lead, n, k = x.type.shape
         rows = elements((*lead, n))
         body = self._blocks_of_columns(
@@ -359,7 +359,7 @@ class _Writer(SegmentWriter):
         (x, ends), (codes, scales), block = (
             op.values,
             _unpacked(self.fusion, op),
-            find(op.attrs["encoding"]).block,
+            op.encoding.block,
         )
         (rows, k), (blocks, _), groups, end = (
             x.type.shape,
@@ -379,7 +379,7 @@ class _Writer(SegmentWriter):
         columns = size(plain(k))
         return [
             f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, "
-            f"{_scale(find(op.attrs['encoding']))}(0).stored);",
+            f"{_scale(op.encoding)}(0).stored);",
             f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
             f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * "
             f"{columns}, u8(0));",
@@ -391,7 +391,7 @@ class _Writer(SegmentWriter):
     def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
         """Block `at` of each column j, which has `count` rows from `first` on."""
         encoding, (codes, scales), made = (
-            find(op.attrs["encoding"]),
+            op.encoding,
             _unpacked(self.fusion, op),
             self.elements(),
         )

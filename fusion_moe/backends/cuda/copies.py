@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS, Encoding, find
+from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
@@ -50,7 +50,7 @@ class Copy:
         """Inexpressible for encodings without a kernel, and unless one `unpack` is the only reader,
         after a `relayout` of weights in E2M1.
         """
-        encoding, (made,) = find(op.attrs["encoding"]), op.outputs
+        encoding, (made,) = op.encoding, op.outputs
         if encoding.name not in (*TRAINED, *e2m1_copies.SCALES):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         multiple = VECTOR if encoding.name in block_copies.ENCODINGS else encoding.block
@@ -78,14 +78,9 @@ class Copy:
         return cls(op, codes, scales, numbers, both_ways=_both_ways(fusion, parts))
 
     @property
-    def encoding(self) -> Encoding:
-        """The encoding."""
-        return find(self.op.attrs["encoding"])
-
-    @property
     def in_columns(self) -> bool:
         """Whether its blocks lie along rows."""
-        return self.encoding.axis == -2
+        return self.op.encoding.axis == -2
 
     @property
     def memory(self) -> list[Value]:
@@ -116,16 +111,12 @@ def saved(fusion: Fusion) -> list[Op]:
     """Each `dequantize` to bf16 of parts that are in memory, with blocks along rows of groups."""
     found = []
     for op in fusion.ops:
-        pack = (
-            fusion.producers.get(op.values[0])
-            if op.kind.name == "dequantize" and len(op.values) > 1
-            else None
-        )
-        if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
+        if op.kind.name != "dequantize" or len(op.values) == 1 or op.attrs["dtype"] != "bf16":
             continue
-        if pack.outputs[0].type.encoding not in (MXFP8_COLUMNS, FP8_COLUMNS):
-            continue
-        if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
+        packed, pack = op.values[0], fusion.producer(op.values[0], "pack")
+        of_runs = packed.type.encoding in (MXFP8_COLUMNS, FP8_COLUMNS)
+        parts = () if pack is None else pack.values
+        if parts and of_runs and all(memory_of(fusion, v) in fusion.inputs for v in parts):
             found.append(op)
     return found
 
@@ -190,10 +181,10 @@ def _kernel(
     op = copies[0].op
     x, ends = op.values[0], next((v for copy in copies for v in copy.op.values[1:]), None)
     made_row, number = _row(source, x, left)
-    if copies[0].encoding.name in e2m1_copies.SCALES:
+    if op.encoding.name in e2m1_copies.SCALES:
         return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
-    if copies[0].encoding.name in block_copies.ENCODINGS:
-        each = [(copy.encoding, _places(source, copy), _kind(copy)) for copy in copies]
+    if op.encoding.name in block_copies.ENCODINGS:
+        each = [(copy.op.encoding, _places(source, copy), _kind(copy)) for copy in copies]
         cut = _cut(source.fusion, x)
         return block_copies.kernel(
             source, name, made_row, each, number, x.type.shape, ends, left, cut

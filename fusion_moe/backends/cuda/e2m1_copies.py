@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...encodings import MXFP4, NVFP4, find
+from ...encodings import MXFP4, NVFP4
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv
@@ -54,9 +54,8 @@ def kernel(
 
 def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
     """The `decode_scale` of what a `quantize` rounds, if the same kernel computes it."""
-    made = fusion.producers.get(op.values[1]) if len(op.values) > 1 else None
-    alike = made is not None and made.kind.name == "decode_scale" and made.values == op.values[:1]
-    return made if alike else None
+    made = fusion.producer(op.values[1], "decode_scale") if len(op.values) > 1 else None
+    return made if made is not None and made.values == op.values[:1] else None
 
 
 def scratch(op: Op) -> Array:
@@ -70,7 +69,7 @@ def by_matrix(
     source: Source, name: str, row: Sequence[str], op: Op, stored: Sequence[Value], number: str
 ) -> tuple[KernelSource, KernelSource]:
     """The kernels that choose the scales of matrices and make codes and scales."""
-    (x, scale), (codes, scales), encoding = op.values, stored, find(op.attrs["encoding"])
+    (x, scale), (codes, scales), encoding = op.values, stored, op.encoding
     *lead, n, k = x.type.shape
     matrices, state = elements(lead), scratch(source.fusion.producers[scale])
     most = encoding.element.maximum * encoding.scales[0].maximum

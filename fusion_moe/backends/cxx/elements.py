@@ -153,21 +153,20 @@ class Elements:
         """An expression for the element as it is stored in memory, which rounds it: a preceding
         cast to that dtype is left out.
         """
-        op, made = self._fusion.producers.get(v), v
+        cast, made = self._fusion.producer(v, "cast"), v
         if (
-            op is not None
-            and op.kind.name == "cast"
+            cast is not None
             and v not in self._memory
-            and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS}
+            and {v.type.dtype, cast.values[0].type.dtype} <= {*_FLOATS}
         ):
-            made = op.values[0]
+            made = cast.values[0]
         return f"stored<{stored(v)}>({self.of(made, at)})"
 
     def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
         """The value in memory, and its row, that are row m of k columns of value v; None if there
         is no such row.
         """
-        op = self._fusion.producers.get(v)
+        op = self._fusion.producer(v)
         if v in self._memory:
             return v, m
         if op is None or not op.values or [*map(plain, op.values[0].type.shape[-1:])] != [k]:
@@ -183,7 +182,7 @@ class Elements:
             return self._known[v](at)
         if v in self._memory:
             return self._load(v, at)
-        op = self._fusion.producers.get(v)
+        op = self._fusion.producer(v)
         if op is None:
             raise UnsupportedError(f"{v.name} {v.type} is not in memory")
         with naming(op):
@@ -358,8 +357,8 @@ class Elements:
     def _dequantize(self, op: Op, at: Sequence[Index]) -> Expression:
         """For trained encodings: an e4m3 code times its scale; exact if that is a power of two."""
         packed, *ends = op.values
-        pack, encoding = self._fusion.producers.get(packed), packed.type.encoding
-        if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
+        pack, encoding = self._fusion.producer(packed, "pack"), packed.type.encoding
+        if pack is None or encoding.name not in TRAINED:
             raise Inexpressible(op, f"dequantize of {packed.type} has no C++ implementation")
         if ends:
             codes, scales = pack.values

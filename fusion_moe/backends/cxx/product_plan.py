@@ -326,12 +326,9 @@ def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
     """Whether ends are those of one group with all rows, given as a number that the fusion fills
     in.
     """
-    made = fusion.producers.get(source(fusion, ends))
+    made = fusion.producer(source(fusion, ends), "full")
     return (
-        made is not None
-        and made.kind.name == "full"
-        and made.attrs["shape"] == (1,)
-        and made.attrs["fill_value"] == plain(rows)
+        made is not None and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
     )
 
 
@@ -431,12 +428,8 @@ def source(fusion: Fusion, v: Value) -> Value:
     """The value with the same memory, in order, as v: before views, reshapes and casts that change
     no dtype.
     """
-    op = fusion.producers.get(v)
-    if (
-        op is None
-        or op.kind.name not in ("ends", "partition", "reshape", "cast")
-        or op.values[0].type.dtype != v.type.dtype
-    ):
+    op = fusion.producer(v, "ends", "partition", "reshape", "cast")
+    if op is None or op.values[0].type.dtype != v.type.dtype:
         return v
     return source(fusion, op.values[0])
 
@@ -446,24 +439,21 @@ def made_by_route(fusion: Fusion, v: Value) -> str:
     else.
     """
     made = source(fusion, v)
-    op = fusion.producers.get(made)
-    return (
-        ("ends", "row_of", "slot_of")[op.outputs.index(made)]
-        if op is not None and op.kind.name == "route"
-        else ""
-    )
+    op = fusion.producer(made, "route")
+    return "" if op is None else ("ends", "row_of", "slot_of")[op.outputs.index(made)]
 
 
 def below(fusion: Fusion, index: Value) -> object:
     """A size below which all elements of an index are, by the operation that made it; None if
     unknown.
     """
-    op, routed = fusion.producers.get(source(fusion, index)), made_by_route(fusion, index)
-    if op is not None and op.kind.name == "topk_ids":
-        return op.values[0].type.shape[1]
-    if op is None or not (routed in ("row_of", "slot_of") or op.kind.name == "invert"):
+    op = fusion.producer(source(fusion, index), "topk_ids", "route", "invert")
+    routed = made_by_route(fusion, index)
+    if op is None or routed == "ends":
         return None
     shape = op.values[0].type.shape
+    if op.kind.name == "topk_ids":
+        return shape[1]
     return plain(shape[0]) if routed == "row_of" else elements(shape)
 
 
@@ -472,10 +462,9 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
     transposed.
     """
     w = op.values[1]
-    pack = fusion.producers.get(w)
-    packed = pack is not None and pack.kind.name == "pack"
+    pack = fusion.producer(w, "pack")
     layouts = [layout for encoding, layout in readers if encoding == w.type.dtype]
-    if not layouts or (w.type.quantized and not packed):
+    if not layouts or (w.type.quantized and pack is None):
         raise UnsupportedError(
             f"a weight {w.type} has no kernel here",
             expected=" or ".join(dict.fromkeys(e for e, _ in readers)),
@@ -485,7 +474,7 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
             f"weights in the layout {w.type.layout} have no kernel here",
             expected=" or ".join(layouts),
         )
-    parts = pack.values if pack is not None and packed else (w,)
+    parts = (w,) if pack is None else pack.values
     if missing := [v for v in parts if v not in fusion.inputs]:
         raise Inexpressible(
             fusion.producers[missing[0]],
@@ -493,7 +482,7 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
         )
     for d in w.type.shape:
         known(d)
-    return tuple(parts), bool(packed and pack.attrs.get("transposed", False))  # type: ignore[union-attr]
+    return parts, pack is not None and pack.attrs.get("transposed", False)
 
 
 def row_width(v: Value, rows: Dim) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ir.core import Fusion, Op, Value
+from ...ir.core import Fusion, Value
 from ...ir.types import plain
 from . import pointwise, products, rows, shapes
 from .library import dtype, nvfuser
@@ -137,8 +137,8 @@ def _made_here(v: Value, fusion: Fusion) -> bool:
 
 
 def _root(v: Value, fusion: Fusion) -> Value:
-    op: Op | None = fusion.producers.get(v)
-    return _root(op.values[0], fusion) if op is not None and op.kind.name == "partition" else v
+    op = fusion.producer(v, "partition")
+    return v if op is None else _root(op.values[0], fusion)
 
 
 def _writer_of(fd: Any) -> Writer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...encodings import MXFP8, MXFP8_COLUMNS, Encoding, find
+from ...encodings import MXFP8, MXFP8_COLUMNS, Encoding
 from ...encodings.encoding import Scale
 from ...ir.core import Op
 from ...ir.types import Dim, plain
@@ -27,7 +27,7 @@ def quantized(w: Writer, op: Op, x: Any) -> EightBits:
     encoding does.
     """
     shape = op.values[0].type.shape
-    blocks, at = _in_blocks(find(op.attrs["encoding"]), shape)
+    blocks, at = _in_blocks(op.encoding, shape)
     x = w.reshape(w.to(x, "f32"), w.shape(blocks))
     scale = _power_of_two(w, w.max(w.abs(x), [at + 1]))
     codes = w.cast(w.div(x, _of_elements(w, scale, blocks, at)), dtype=dtype("f8e4m3"))

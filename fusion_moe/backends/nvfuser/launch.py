@@ -15,7 +15,7 @@ from ...ir.core import Fusion
 from ...schedule.product import products
 from ...target import why_not_on
 from . import scheduler as facts
-from .definition import Argument, Definition
+from .definition import Definition
 from .headers import check_headers
 from .targets import BLACKWELL
 from .values import form_of
@@ -50,7 +50,12 @@ def arguments(
 ) -> list[Any]:
     """The arguments with which a definition is called."""
     return [
-        sizes[a.symbol] if a.symbol else _formed(inputs[a.input], a) for a in definition.arguments
+        sizes[a.symbol]
+        if a.symbol
+        else form_of(inputs[a.input], a.form, a.transposed)
+        if a.form
+        else inputs[a.input].contiguous()
+        for a in definition.arguments
     ]
 
 
@@ -64,13 +69,6 @@ def _check_device(device: torch.device, four_bits: bool) -> None:
         raise UnsupportedError(
             why, expected="a CUDA device that runs the definition", where="nvfuser"
         )
-
-
-def _formed(t: Tensor, argument: Argument) -> Tensor:
-    """An input in the form in which the definition takes it; not copied if it has that form
-    already.
-    """
-    return form_of(t, argument.form, argument.transposed) if argument.form else t.contiguous()
 
 
 def _as_stored(t: Tensor, dtype: str) -> Tensor:

@@ -47,14 +47,10 @@ _NAMES = (
 
 def _computed(w: Writer, op: Op, *inputs: Any) -> Any:
     wide = [
-        _wide(w, v, x) if isinstance(v, Value) else x
+        w.to(x, "f32") if isinstance(v, Value) and v.type.dtype in ("bf16", "f16") else x
         for v, x in zip(op.inputs, inputs, strict=True)
     ]
     return w.to(getattr(w, op.kind.name)(*wide), op.outputs[0].type.dtype)
-
-
-def _wide(w: Writer, v: Value, x: Any) -> Any:
-    return w.to(x, "f32") if v.type.dtype in ("bf16", "f16") else x
 
 
 def _cast(w: Writer, op: Op, x: Any) -> Any:

@@ -98,7 +98,7 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.attrs["encoding"] in eight_bits.NAMES:
-        inside = fusion.producers.get(op.values[1])
+        inside = fusion.producer(op.values[1])
         return (
             _of_runs(op, op.outputs[0].type)
             or (None if inside else _stored_scale(op, target))

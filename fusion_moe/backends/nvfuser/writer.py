@@ -93,14 +93,13 @@ class Writer:
     def count(self, length: Dim, name: str = "i32") -> Any:
         """0, 1, ... length - 1."""
         zero, one = self.constant(0, name), self.constant(1, name)
-        return self.iota(self._scalar(self.size(length)), zero, one, dtype=dtype(name))
+        size = self.size(length)
+        size = self.constant(size, "i64") if isinstance(size, int) else size
+        return self.iota(size, zero, one, dtype=dtype(name))
 
     def stored(self, v: Value) -> str:
         """The 16-bit dtype to which the program rounds the result of a product."""
         return next(str(op.attrs["dtype"]) for op in self.fusion.readers[v])
-
-    def _scalar(self, n: Any) -> Any:
-        return self.constant(n, "i64") if isinstance(n, int) else n
 
     def _times(self, a: Any, b: Any) -> Any:
         return (

@@ -172,8 +172,8 @@ def _turns(family: Family, weight: TensorType) -> bool:
 
 def _turned(fd: Any, w: Value) -> Value:
     """The copy of the transposed matrices."""
-    held = fd.producer(w)
-    if held is not None and held.kind.name == "straight_through" and len(held.values) > 2:
+    held = fd.producer(w, "straight_through")
+    if held is not None and len(held.values) > 2:
         found: Value = held.values[2]
         return found
     packed = fd.producer(in_parts(fd, w))
@@ -222,8 +222,8 @@ def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
 
 def _floats(fd: Any, copied: Value) -> Value:
     """The floats that a copy was made from."""
-    op = fd.producer(copied)
-    if op is None or op.kind.name not in ("quantize", "straight_through"):
+    op = fd.producer(copied, "quantize", "straight_through")
+    if op is None:
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
@@ -233,11 +233,10 @@ def _floats(fd: Any, copied: Value) -> Value:
 
 def in_parts(fd: Any, copied: Value) -> Value:
     """A copy rebuilt from its parts, which the forward can save and kernels can pass on."""
-    op = fd.producer(copied)
-    if op is not None and op.kind.name == "pack":
+    if fd.producer(copied, "pack"):
         return copied
-    if op is not None and op.kind.name == "straight_through":
-        held: Value = op.values[0]
-        return held
+    if held := fd.producer(copied, "straight_through"):
+        weight: Value = held.values[0]
+        return weight
     packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")
     return packed

@@ -273,7 +273,7 @@ def product_grad(
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
     master, read = w, w
-    if (made := fd.producer(w)) is not None and made.kind.name == "straight_through":
+    if made := fd.producer(w, "straight_through"):
         _, master = made.values
         if made.attrs["how"] == "float":
             read, at = fd.ops.cast(master, dtype=op.values[0].type.dtype), {}

@@ -248,8 +248,9 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     ):
         once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype=wide)
         return [fd.ops.cast(fd.ops.combine(dy, slot_of, once), dtype=x.type.dtype), None]
-    if fd.made_by(index) == "invert" and rows == plain(index.type.shape[0]):
-        return [fd.ops.index_select(dy, _flat(fd, fd.producer(index).values[0]), dim=0), None]
+    inverse = fd.producer(index, "invert")
+    if inverse is not None and rows == plain(index.type.shape[0]):
+        return [fd.ops.index_select(dy, _flat(fd, inverse.values[0]), dim=0), None]
     zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype=wide)
     total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype=wide))
     return [fd.ops.cast(total, dtype=x.type.dtype), None]
@@ -257,12 +258,8 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 def _slots(fd: Any, index: Value) -> Value | None:
     """slot_of i32[T, k] of the routing whose row_of is this index, if there is one."""
-    routed = fd.producer(index)
-    return (
-        routed.outputs[2]
-        if routed is not None and routed.kind.name == "route" and index is routed.outputs[1]
-        else None
-    )
+    routed = fd.producer(index, "route")
+    return routed.outputs[2] if routed is not None and index is routed.outputs[1] else None
 
 
 def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:
@@ -381,12 +378,8 @@ def token_rows(fd: Any, x: Value, slot_of: Value, y: Value) -> Value | None:
     """x [T, N] -> [M/g, N], the token of each row of y [M, N], if slot_of is of the routing that
     gave y's rows their order.
     """
-    routed = fd.producer(slot_of)
-    if (
-        routed is None
-        or routed.kind.name != "route"
-        or plain(y.type.shape[0]) != elements(slot_of.type.shape)
-    ):
+    routed = fd.producer(slot_of, "route")
+    if routed is None or plain(y.type.shape[0]) != elements(slot_of.type.shape):
         return None
     return fd.ops.index_select(x, routed.outputs[1], dim=0)
 
@@ -406,10 +399,8 @@ def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
 
 def ones(fd: Any, w: Value) -> bool:
     """Whether all elements of a value are ones."""
-    producer = fd.producer(w)
-    return (
-        producer is not None and producer.kind.name == "full" and producer.attrs["fill_value"] == 1
-    )
+    full = fd.producer(w, "full")
+    return full is not None and full.attrs["fill_value"] == 1
 
 
 def slot_values(fd: Any, rows: Value, slot_of: Value) -> Value:
