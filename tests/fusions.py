@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusion_moe import FusionDefinition
 from fusion_moe.definitions import operations
+from fusion_moe.definitions.traced import tensor_type
 from fusion_moe.encodings import NVFP4, Encoding, Quantized, quantize
 from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
@@ -23,7 +24,9 @@ from fusion_moe.nn import swiglu
 def fusion_of_call(name: str, *args: Any, static: bool = False, **kwargs: Any) -> Fusion:
     """The Fusion of a call: for any number of rows, or static, for those of its arguments."""
     call = operations.bind(operations.SPECS[name], args, kwargs)
-    types = call.types(lambda argument, i, n: n) if static else operations.eager_types(call)
+    types = operations.eager_types(call)
+    if static:
+        types = tuple((arg, tensor_type(dtype, shape)) for arg, shape, dtype in call.forms)
     return operations.fusion_of(name, types, call.others)
 
 

@@ -41,6 +41,7 @@ from ..definitions.operations import (
     flat,
     fp4_as_bytes,
     fusion_of,
+    restored,
     traced_types,
 )
 from ..definitions.run import (
@@ -392,7 +393,7 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = _Differentiated.apply(
             _Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
         )
-        return outputs if isinstance(outputs, tuple) else call.restore(outputs)
+        return outputs if isinstance(outputs, tuple) else restored(outputs, call.lead)
     with _AutoDispatchBelowAutograd():
         return operation(*args, **kwargs)
 

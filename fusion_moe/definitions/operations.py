@@ -182,14 +182,6 @@ class Call:
         """Name, shape and dtype of each tensor, from which its type is made."""
         return tuple([(name, t.shape, t.dtype) for name, t in self.tensors.items()])
 
-    def types(self, sizes: Callable[[str, int, Any], Any]) -> Types:
-        """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
-        return _types(self.spec.name, self.forms, sizes)
-
-    def restore(self, output: Tensor) -> Tensor:
-        """The output with the leading dimensions that the flattened argument had."""
-        return restored(output, self.lead)
-
 
 def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
     """The output of a program, with the operation's leading dimensions; None: those that it has.
@@ -203,6 +195,7 @@ def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
 
 
 def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:
+    """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
     return tuple(
         (arg, _type(name, arg, dtype, [sizes(arg, i, n) for i, n in enumerate(shape)]))
         for arg, shape, dtype in forms
@@ -475,11 +468,11 @@ def traced_types(call: Call) -> tuple[Types, Sizes]:
     _need_equal_rows(call.spec, shapes)
     # the tracer now has one symbol for both of two, but still two products if their factors differ:
     # the types have the first one
-    return call.types(
-        lambda name, i, n: sizes.size(
-            shapes[equal_rows[0]][0] if i == 0 and name in equal_rows else n
-        )
-    ), sizes
+
+    def size(name: str, i: int, n: Any) -> Any:
+        return sizes.size(shapes[equal_rows[0]][0] if i == 0 and name in equal_rows else n)
+
+    return _types(call.spec.name, call.forms, size), sizes
 
 
 def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
@@ -490,7 +483,7 @@ def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
         sizes.values(),
         next(iter(call.tensors.values())).device,
     )
-    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
+    return restored(outputs[0], call.lead) if len(outputs) == 1 else tuple(outputs)
 
 
 # ----------------------------------------------------------------------------------------- register
@@ -503,17 +496,12 @@ def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> i
 
 
 def _register() -> torch.library.Library:
-    from torch.utils.flop_counter import register_flop_formula
-
     lib = torch.library.Library(NAMESPACE, "DEF")
     for spec in SPECS.values():
         # the reference reads group ends on the host
-        lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))
-        name = f"{NAMESPACE}::{spec.name}"
-        torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(
-            partial(_call_flops, spec)
-        )
+        unsafe = (torch.Tag.cudagraph_unsafe,)
+        fake, count = partial(_fake, spec), partial(_call_flops, spec)
+        run.define(lib, spec.name, spec.schema, unsafe, fake, count)
     run.register(lib)
     return lib
 

@@ -10,18 +10,17 @@ parts: how many tensors each of the inputs is made of (tensor_lists.py); None: e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DtypeError, ShapeError
-from ..ir.binding import storage_shape
+from ..ir.binding import storage
 from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.text import parse
-from ..ir.types import DTYPES
 from .tensor_lists import PartCounts, grouped
 
 NAMESPACE = "fusion_moe"
@@ -36,24 +35,34 @@ _SCHEMAS |= dict.fromkeys(RUN_INTO, _INTO + " -> ()")
 
 def register(lib: torch.library.Library) -> None:
     """Defines the operations with their fakes and flops."""
-    from torch.utils.flop_counter import register_flop_formula
-
     for name, schema in _SCHEMAS.items():
         # Tensors have whatever strides the graph gives them; the program asks for what it needs.
         # Graph-safe ones never run the reference.
         unsafe = (torch.Tag.cudagraph_unsafe,) if name in (RUN[0], RUN_INTO[0]) else ()
-        lib.define(name + schema, tags=(torch.Tag.flexible_layout, *unsafe))
         fake, count = (_fake, _flops) if name in RUN else (_into_fake, _into_flops)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(count)
+        define(lib, name, schema, (torch.Tag.flexible_layout, *unsafe), fake, count)
+
+
+def define(
+    lib: torch.library.Library,
+    name: str,
+    schema: str,
+    tags: Sequence[torch.Tag],
+    fake: Callable[..., Any],
+    count: Callable[..., int],
+) -> None:
+    """Defines an operation. count: its floating-point operations, for torch's flop counter."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    lib.define(name + schema, tags=tuple(tags))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+    register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(count)
 
 
 def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) -> list[Tensor]:
     """New tensors of the shapes and dtypes of the outputs."""
-    return [
-        torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device)
-        for v in fusion.outputs
-    ]
+    stored = (storage(v.type, env) for v in fusion.outputs)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in stored]
 
 
 def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
@@ -98,17 +107,17 @@ def all_inputs(
 def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
     """ShapeError or DtypeError unless each output fits the tensor into which it is written."""
     for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
-        shape = storage_shape(v.type, env)
+        shape, dtype = storage(v.type, env)
         if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
             raise ShapeError(
                 f"output {i} into a tensor of shape {list(t.shape)}",
                 expected=f"{list(shape)} for {v.type}",
                 where="run_into",
             )
-        if t.dtype != DTYPES[v.type.dtype]:
+        if t.dtype != dtype:
             raise DtypeError(
                 f"output {i} into {t.dtype}",
-                expected=f"{DTYPES[v.type.dtype]} for {v.type}",
+                expected=f"{dtype} for {v.type}",
                 where="run_into",
             )
 

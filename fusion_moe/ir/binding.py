@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,14 +68,13 @@ def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
 
 
 def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
-    want = tuple(storage_shape(v.type, env))
+    want, dtype = storage(v.type, env)
     if tuple(tensor.shape) != want:
         raise ShapeError(
             f"{v.name} has shape {list(tensor.shape)}",
             expected=f"{list(want)} for {v.type}",
             where="fusion",
         )
-    dtype = v.type.encoding.element.dtype if v.type.quantized else DTYPES[v.type.dtype]
     if tensor.dtype != dtype:
         raise DtypeError(
             f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion"
@@ -95,6 +95,18 @@ def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
     return LAYOUTS[type.layout].storage_shape(
         shape, None if rows is None else value(rows.groups.count, env)
     )
+
+
+def storage(type: TensorType, env: Mapping[str, Any]) -> tuple[tuple[Any, ...], torch.dtype]:
+    """The shape and dtype of that tensor."""
+    dtype = type.encoding.element.dtype if type.quantized else DTYPES[type.dtype]
+    return storage_shape(type, env), dtype
+
+
+def nbytes(type: TensorType, env: Mapping[str, Any]) -> Any:
+    """The bytes of that tensor."""
+    shape, dtype = storage(type, env)
+    return prod(shape) * dtype.itemsize
 
 
 def resolve(attrs: Mapping[str, Any], env: Mapping[str, int]) -> dict[str, Any]:

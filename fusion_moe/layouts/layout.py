@@ -24,15 +24,15 @@ class Layout(ABC):
     name: str
     tile: ClassVar[tuple[int, int]] = (1, 1)
 
-    @abstractmethod
     def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor of `shape` in this order, its rows in `count` groups (None: not
-        partitioned). Sizes: int or SymInt.
+        partitioned). Sizes: int or SymInt. Where nothing is padded it is `shape`.
         """
+        return tuple(shape)
 
-    @abstractmethod
     def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
         """Why a weight [N, K] in an encoding cannot be stored in this order; "" if it can."""
+        return ""
 
     @abstractmethod
     def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
@@ -65,10 +65,6 @@ class TensorLayout(Layout):
         are zero.
         """
 
-    def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
-        """ "": every matrix can be stored in this order."""
-        return ""
-
     def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """Block scales in this order, other parts unchanged."""
         return tuple(
@@ -92,10 +88,6 @@ class Linear(TensorLayout):
     """Row-major order: nothing moves."""
 
     name: str = "linear"
-
-    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
-        """`shape`."""
-        return tuple(shape)
 
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """x itself."""

@@ -56,10 +56,6 @@ class W16x64(Layout):
     name: str = "w16x64"
     tile: ClassVar[tuple[int, int]] = (ROWS, COLUMNS)
 
-    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
-        """`shape`."""
-        return tuple(shape)
-
     def why_not(self, n: Any, k: Any, encoding: Encoding) -> str:
         """Why a matrix [N, K] cannot be stored in this order; "" if it can."""
         if n % ROWS or k % COLUMNS:

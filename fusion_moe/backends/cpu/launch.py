@@ -9,15 +9,13 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
 
-from ...ir.binding import storage_shape
+from ...ir.binding import nbytes, storage
 from ...ir.core import Fusion, Value
 from ...ir.kinds.collectives import PEERS
-from ...ir.types import DTYPES
 from ...runtime import build, memory, native
 from ...runtime.faults import rank_error
 from ...runtime.memory import Memory
@@ -197,7 +195,7 @@ class Arrays:
         made = [tensors[i] for i in self._outputs]
         for v in also:
             offset = resolved.workspace.offsets[self._inner.index(v)]
-            made.append(memory.view(held, offset, *_stored(v, sizes)))
+            made.append(memory.view(held, offset, *storage(v.type, sizes)))
         return tuple(made)
 
     def described(
@@ -219,7 +217,7 @@ class Arrays:
         """The placement of the arrays that are made in addition to the outputs."""
         return memory.plan(
             [
-                memory.Array(v.name, _nbytes(v, sizes), *span)
+                memory.Array(v.name, nbytes(v.type, sizes), *span)
                 for v, span in ((v, self._lifetimes[v]) for v in self._inner)
             ]
         )
@@ -229,18 +227,9 @@ class Arrays:
         key = tuple([sizes[s] for s in self._symbols])
         found = self._remembered.get(key)
         if found is None:
-            results = (_stored(v, sizes) for v in self._made)
+            results = (storage(v.type, sizes) for v in self._made)
             numbers = struct.pack(f"{len(key)}q", *key)
             found = self._remembered[key] = _Resolved(
                 numbers, tuple(results), self.workspace(sizes)
             )
         return found
-
-
-def _stored(v: Value, sizes: Sizes) -> tuple[Sequence[int], torch.dtype]:
-    return storage_shape(v.type, sizes), DTYPES[v.type.dtype]
-
-
-def _nbytes(v: Value, sizes: Sizes) -> int:
-    shape, dtype = _stored(v, sizes)
-    return prod(shape) * dtype.itemsize

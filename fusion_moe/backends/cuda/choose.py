@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from ...arch import Arch
-from ...ir.binding import storage_shape
-from ...ir.types import DTYPES
+from ...ir.binding import nbytes
 from ...runtime import memory
 from ...runtime.memory import Memory
 from .dataflow import Inner, Parts
@@ -168,11 +166,10 @@ def _may_overlap(kernel: KernelSource, after_product: bool) -> bool:
 #   before the next one.
 def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
     """The placement of the inner arrays; steps are segments."""
-    nbytes = (_nbytes(inner, chosen[inner.first], sizes) for inner in parts.inner)
     return memory.plan(
         [
-            memory.Array(x.array.name, n, x.first, x.last)
-            for x, n in zip(parts.inner, nbytes, strict=True)
+            memory.Array(x.array.name, _nbytes(x, chosen[x.first], sizes), x.first, x.last)
+            for x in parts.inner
         ]
     )
 
@@ -181,4 +178,4 @@ def _nbytes(inner: Inner, chosen: Chosen, sizes: Sizes) -> int:
     array = inner.array
     if isinstance(array, Array):
         return inner.source.count(array, chosen, sizes) * _BYTES[array.type]
-    return prod(storage_shape(array.type, sizes)) * DTYPES[array.type.dtype].itemsize
+    return nbytes(array.type, sizes)

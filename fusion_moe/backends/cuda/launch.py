@@ -16,9 +16,8 @@ import torch
 from ... import options
 from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
-from ...ir.binding import storage_shape
+from ...ir.binding import storage
 from ...ir.core import Value
-from ...ir.types import DTYPES
 from ...runtime import background, cuda, dump, memory, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.memory import Memory
@@ -164,8 +163,7 @@ class Call:
         made = [arrays[i] for i in self._outputs]
         for v in also:  # in memory that later calls on this stream reuse
             offset = prepared.workspace.offsets[self.parts.numbers[v] - len(arrays)]
-            shape, dtype = storage_shape(v.type, sizes), DTYPES[v.type.dtype]
-            made.append(memory.view(held, offset, shape, dtype))
+            made.append(memory.view(held, offset, *storage(v.type, sizes)))
         return tuple(made)
 
     def number(self, v: Value) -> int:
@@ -249,7 +247,7 @@ class Call:
         until: background.Started | None = None,
     ) -> _Prepared:
         parts, cubins = self.parts, _cubins(choice)
-        results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
+        results = (storage(v.type, sizes) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
         steps = (
             _Loaded(
