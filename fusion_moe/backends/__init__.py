@@ -125,13 +125,14 @@ def find(name: str, device: torch.device) -> Target:
     wanted = device.type if name == "auto" else name
     if (found := _found(wanted)) is not None:
         return found[1]
-    todo = (
-        "move the tensors to a supported device"
-        if name == "auto"
-        else did_you_mean(wanted, ["auto", *TARGETS]) or "; ".join(map(str, _failed))
-    )
     raise OptionError(
-        f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo
+        f"target {wanted!r}",
+        expected=f"one of auto, {', '.join(TARGETS)}",
+        todo=(
+            "move the tensors to a supported device"
+            if name == "auto"
+            else did_you_mean(wanted, ["auto", *TARGETS]) or "; ".join(map(str, _failed))
+        ),
     )
 
 

@@ -315,13 +315,9 @@ def _need_leading(spec: Spec, tensors: Mapping[str, Tensor]) -> None:
     }
     for name, dims in lead.items():
         if not spec.flatten and len(dims) != 1:
-            found, expected = (
-                f"{name} has shape {list(tensors[name].shape)}",
-                f"{spec.rows[name] + 1} dimensions",
-            )
             raise ShapeError(
-                found,
-                expected=expected,
+                f"{name} has shape {list(tensors[name].shape)}",
+                expected=f"{spec.rows[name] + 1} dimensions",
                 todo=f"pass {name}.flatten(0, -2)" if dims else "",
                 where=spec.name,
             )
@@ -329,10 +325,11 @@ def _need_leading(spec: Spec, tensors: Mapping[str, Tensor]) -> None:
     for name in several[1:]:
         one, other = lead[several[0]], lead[name]
         if len(one) != len(other) or any(a != b for a, b in zip(one, other, strict=True)):
-            found = (
-                f"the leading dimensions of {several[0]} are {list(one)}, of {name} {list(other)}"
+            raise ShapeError(
+                f"the leading dimensions of {several[0]} are {list(one)}, of {name} {list(other)}",
+                expected="the same, or a single one",
+                where=spec.name,
             )
-            raise ShapeError(found, expected="the same, or a single one", where=spec.name)
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -448,9 +445,10 @@ def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
     ]
     for name, n in others:
         if not equal(n, rows):
-            expected = f"a row of {name} for each row of {first}"
             raise ShapeError(
-                f"{first} has {rows} rows, {name} {n}", expected=expected, where=spec.name
+                f"{first} has {rows} rows, {name} {n}",
+                expected=f"a row of {name} for each row of {first}",
+                where=spec.name,
             )
 
 

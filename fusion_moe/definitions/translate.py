@@ -163,12 +163,11 @@ def translator(
     """
 
     if isinstance(op, FunctionType):
-        found, todo = (
-            f"the function {op.__name__} in place of an operation",
-            '@fusion_moe.translator("namespace::name")',
-        )
         raise TranslatorError(
-            found, expected="the operation, or its name", todo=todo, where="translator"
+            f"the function {op.__name__} in place of an operation",
+            expected="the operation, or its name",
+            todo='@fusion_moe.translator("namespace::name")',
+            where="translator",
         )
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

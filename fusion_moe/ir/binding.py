@@ -42,9 +42,10 @@ def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None
             bound = ", ".join(
                 f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why)
             )
-            found = f"{why}: {bound}" if bound else why
             raise ShapeError(
-                found, expected="sizes that the program was written for", where="fusion"
+                f"{why}: {bound}" if bound else why,
+                expected="sizes that the program was written for",
+                where="fusion",
             )
     return env
 

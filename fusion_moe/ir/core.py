@@ -283,8 +283,10 @@ class Fusion:
         )
         rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
-            found = f"inputs {_types([v.type for v in self.inputs])}"
-            raise FusionError(found, expected="each input, and the ends of each partition, once")
+            raise FusionError(
+                f"inputs {_types([v.type for v in self.inputs])}",
+                expected="each input, and the ends of each partition, once",
+            )
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
                 raise self._error(

@@ -18,19 +18,15 @@ def check_targets(targets: Sequence[torch.Tensor]) -> None:
     """
     for i, t in enumerate(targets):
         if t.requires_grad and torch.is_grad_enabled():
-            todo = "call it under torch.no_grad()"
             raise UnsupportedError(
                 f"output {i} over a tensor that requires a gradient",
                 expected="one that does not",
-                todo=todo,
+                todo="call it under torch.no_grad()",
                 where="fusion",
             )
         if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
-            found = (
-                f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}"
-            )
             raise ShapeError(
-                found,
+                f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}",
                 expected="memory of its own for each element",
                 todo="write over a .contiguous() copy",
                 where="fusion",

@@ -88,8 +88,12 @@ class W16x64(Layout):
     def _check(self, elements: Tensor, encoding: Encoding) -> None:
         n, k = elements.shape[-2], encoding.elements(elements.shape[-1])
         if why := self.why_not(n, k, encoding):
-            expected = f"whole tiles of {ROWS} rows and {COLUMNS} columns"
-            raise ShapeError(why, expected=expected, todo="keep the linear layout", where=self.name)
+            raise ShapeError(
+                why,
+                expected=f"whole tiles of {ROWS} rows and {COLUMNS} columns",
+                todo="keep the linear layout",
+                where=self.name,
+            )
 
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:

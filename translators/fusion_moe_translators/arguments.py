@@ -59,11 +59,10 @@ def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: in
     need_dtype(name, x, FLOATS)
     have, want = plain(x.shape[-1]), plain(weight.shape[axis])
     if have != want:
-        todo = f"pass rows of {want} features, or a weight for {have}"
         raise ShapeError(
             f"{name} has {have} features",
             expected=f"{want}, the in-features of {of} {shown(weight)}",
-            todo=todo,
+            todo=f"pass rows of {want} features, or a weight for {have}",
         )
     need_one_width(name, x, of, weight)
 

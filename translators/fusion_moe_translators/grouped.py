@@ -22,12 +22,10 @@ def grouped_mm(
     """
     ranks = len(a.type.shape), len(b.type.shape)
     if offs is None or bias is not None or ranks not in ((2, 3), (2, 2)):
-        found = (
-            f"a {a.type}, b "
-            f"{b.type}{'' if offs else ' without offs'}{' and a bias' if bias else ''}"
-        )
         raise Untranslatable(
-            found, expected="[M, K] and [G, K, N], or [N, M] and [M, K], with offs and no bias"
+            f"a {a.type}, b "
+            f"{b.type}{'' if offs else ' without offs'}{' and a bias' if bias else ''}",
+            expected="[M, K] and [G, K, N], or [N, M] and [M, K], with offs and no bias",
         )
     y = _of_rows(fd, a, b, offs) if ranks == (2, 3) else _of_columns(fd, a, b, offs)
     return fd.ops.cast(y, dtype=out_dtype or a.type.dtype)

@@ -183,22 +183,21 @@ def _check_activation_format(
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     if activation_format in eight_bits.BY_FORMAT:
         if not is_plain(weight_format, weight_layout):
-            found = (
-                f"activation_format = {activation_format!r} with weights in {weight_format}, "
-                f"weight_layout = {weight_layout!r}"
-            )
             raise OptionError(
-                found,
+                f"activation_format = {activation_format!r} with weights in {weight_format}, "
+                f"weight_layout = {weight_layout!r}",
                 expected="weights of floats in the linear layout, which are "
                 "rounded in each product",
             )
     elif activation_format == int8.NAME and weight_format not in int8.WEIGHTS:
-        found = f"activation_format = {activation_format!r} with weights in {weight_format}"
-        raise OptionError(found, expected=f"weights in {' or '.join(int8.WEIGHTS)}")
-    elif transposed and activation_format != "bf16":
-        found = f"transposed = True with activation_format = {activation_format!r}"
         raise OptionError(
-            found, expected="'bf16': the blocks of weights [G, K, N] do not run along K"
+            f"activation_format = {activation_format!r} with weights in {weight_format}",
+            expected=f"weights in {' or '.join(int8.WEIGHTS)}",
+        )
+    elif transposed and activation_format != "bf16":
+        raise OptionError(
+            f"transposed = True with activation_format = {activation_format!r}",
+            expected="'bf16': the blocks of weights [G, K, N] do not run along K",
         )
 
 

@@ -66,11 +66,11 @@ def weight_type(
     types = [part.type for part in parts]
     plain = is_plain(weight_format, layout)
     if transposed and not plain:
-        found = (
+        raise OptionError(
             f"transposed = True with weight_format = {weight_format!r} and weight_layout = "
-            f"{layout!r}"
+            f"{layout!r}",
+            expected="weights of floats [G, K, N], in the linear layout",
         )
-        raise OptionError(found, expected="weights of floats [G, K, N], in the linear layout")
     if not parts or (plain and len(parts) != 1):
         raise ShapeError(
             f"{name} of {len(parts)} tensors",

@@ -234,12 +234,10 @@ class Gemm(PlannedSource):
                 expected="aligned runs of 8",
             )
         if self.packed and (len(columns) > 1 or plan.width != plan.n):
-            what = (
-                "a result that reads other columns than its own has no kernel with a weight in "
-                "few bits here"
-            )
             raise UnsupportedError(
-                what, expected=f"its own columns, or a weight of {' or '.join(DTYPES)}"
+                "a result that reads other columns than its own has no kernel with a weight in "
+                "few bits here",
+                expected=f"its own columns, or a weight of {' or '.join(DTYPES)}",
             )
 
     def _weight(self) -> list[str]:
@@ -252,9 +250,9 @@ class Gemm(PlannedSource):
             ]
         runs = plan.scale_runs
         if runs > 2 or plan.k % (runs * _RUN_OF_ROWS):
-            what = f"a weight of {plan.k} rows in {runs} runs with a scale each has no kernel here"
             raise UnsupportedError(
-                what, expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows"
+                f"a weight of {plan.k} rows in {runs} runs with a scale each has no kernel here",
+                expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows",
             )
         reads = self._reader(plan)
         return [

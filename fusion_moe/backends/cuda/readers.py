@@ -94,8 +94,10 @@ def reader(encoding: str, layout: str, activations: str) -> Reader:
     """
     found = WRITTEN.get((encoding, layout), DERIVED[layout])
     if activations not in found.activations:
-        said = f"activations in {activations} with weights in {encoding} have no kernel here"
-        raise UnsupportedError(said, expected=" or ".join(found.activations))
+        raise UnsupportedError(
+            f"activations in {activations} with weights in {encoding} have no kernel here",
+            expected=" or ".join(found.activations),
+        )
     if found.derived:
         for said, expected in _misfits(find(encoding), found.tiled):
             raise UnsupportedError(

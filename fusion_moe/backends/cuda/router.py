@@ -118,9 +118,10 @@ def _of_tokens(source: Source, name: str, op: Op, body: Sequence[str]) -> Kernel
 def _need_small(op: Op) -> None:
     experts, k = known(op.values[0].type.shape[1]), _slots(op)
     if experts > _EXPERTS or k > _SLOTS or op.attrs.get("n_group", 1) > _GROUPS:
-        expected = f"up to {_EXPERTS} experts, {_SLOTS} a token, {_GROUPS} groups of experts"
         raise Inexpressible(
-            op, f"{op.kind.name} of {k} of {experts} experts has no kernel here", expected=expected
+            op,
+            f"{op.kind.name} of {k} of {experts} experts has no kernel here",
+            expected=f"up to {_EXPERTS} experts, {_SLOTS} a token, {_GROUPS} groups of experts",
         )
 
 

@@ -240,11 +240,11 @@ def need_one_width(made: ProductPlan) -> ProductPlan:
         changing = (
             o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after
         )
-        what = (
+        raise Inexpressible(
+            next(changing),
             f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are "
-            "stored: a kernel's tiles have one width"
+            "stored: a kernel's tiles have one width",
         )
-        raise Inexpressible(next(changing), what)
     return made
 
 
@@ -293,8 +293,10 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
     (found,) = products(fusion)
     of = {found.a.type.dtype, found.b.type.dtype}
     if not of.issubset(dtypes) or (alike and len(of) > 1):
-        what = f"a product of {found.a.type} and {found.b.type} over rows has no kernel here"
-        raise UnsupportedError(what, expected=f"two of {' or '.join(dtypes)}")
+        raise UnsupportedError(
+            f"a product of {found.a.type} and {found.b.type} over rows has no kernel here",
+            expected=f"two of {' or '.join(dtypes)}",
+        )
     _need_inside(fusion, found.op, ())
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     _need_ends(fusion, found, {v for o in first for v in o.outputs})

@@ -72,10 +72,9 @@ def _operands(
 def _summed(a: TensorType, b: TensorType) -> str:
     """The dtype in which a product accumulates."""
     if accumulated(a.dtype) != accumulated(b.dtype):
-        expected = "f64 for both, or for neither"
         raise DtypeError(
             f"the operands are {a} and {b}",
-            expected=expected,
+            expected="f64 for both, or for neither",
             todo="cast with fd.ops.cast(x, dtype=...)",
         )
     return accumulated(a.dtype)

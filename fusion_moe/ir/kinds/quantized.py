@@ -183,8 +183,10 @@ def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
     _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
     if len(scales) != len(beside):
-        given = f"{len(beside)} scales of whole matrices for {encoding}"
-        raise ShapeError(given, expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales))
+        raise ShapeError(
+            f"{len(beside)} scales of whole matrices for {encoding}",
+            expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales),
+        )
     for scale, type in zip(scales, beside, strict=True):
         _need_matrix_scale(scale, need_tensor(scale.part, type), x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, encoding),)
@@ -419,8 +421,10 @@ def _relayout_type(x: TensorType, *ends: TensorType, layout: str) -> Types:
         need_partition("x", x, ends[0])
         return (x.with_(layout=_scale_layout(layout).name),)
     if ends or layout not in LAYOUTS or isinstance(LAYOUTS[layout], SF128x4):
-        found = f"layout {layout!r} and {len(ends)} operands beside x {x}"
-        raise ShapeError(found, expected="sf128x4 and ends, or a layout of weights")
+        raise ShapeError(
+            f"layout {layout!r} and {len(ends)} operands beside x {x}",
+            expected="sf128x4 and ends, or a layout of weights",
+        )
     _need_layout(layout, known(x.shape[-2]), known(x.shape[-1]), x.encoding)
     return (x.with_(layout=layout),)
 

@@ -102,9 +102,10 @@ def _partition_type(x: TensorType, ends: TensorType) -> Types:
             "quantized: blocks begin anew with each group",
         )
     if isinstance(x.shape[0], Rows) and x.shape[0].groups != groups:
-        expected = f"plain rows, or rows partitioned by {groups}"
         raise FusionError(
-            f"the rows of {x} are already partitioned", expected=expected, todo="reshape them first"
+            f"the rows of {x} are already partitioned",
+            expected=f"plain rows, or rows partitioned by {groups}",
+            todo="reshape them first",
         )
     return (x.with_(shape=(plain(x.shape[0]) / groups, *x.shape[1:])),)
 

@@ -56,8 +56,10 @@ def _broadcast_type(
         0 <= place < len(shape) for place in broadcast_dims
     )
     if len(broadcast_dims) != len(_plain_storage(x).shape) or not increasing:
-        want = f"one increasing place for each dimension, from 0 to {len(shape) - 1}"
-        raise ShapeError(f"broadcast_dims {list(broadcast_dims)} of {x}", expected=want)
+        raise ShapeError(
+            f"broadcast_dims {list(broadcast_dims)} of {x}",
+            expected=f"one increasing place for each dimension, from 0 to {len(shape) - 1}",
+        )
     out = list(shape)
     for d, place in zip(x.shape, broadcast_dims, strict=True):
         if plain(d) not in (1, plain(shape[place])):
