@@ -32,8 +32,14 @@ FEATURES: Mapping[str, tuple[int, int]] = {
 }
 _HOPPER_ALONE = ("wgmma", "setmaxnreg")  # as code for sm_90a: no other GPU, and no PTX
 # FLOP of a multiprocessor per clock: dense, of bf16 with sums in float32
-_TENSOR_RATES = {(8, 0): 2048, (8, 7): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-_TENSOR_RATES |= {(11, 0): 8192}
+_TENSOR_RATES = {
+    (8, 0): 2048,
+    (8, 7): 2048,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (11, 0): 8192,
+}
 _OTHER_TENSOR_RATE = 1024
 
 

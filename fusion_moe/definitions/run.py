@@ -29,8 +29,10 @@ RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")
 # options: None for those in force when the program runs
 _TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None{})"
 _INTO = _TAKES.format("Tensor(a!)[] written, ", ", int[]? read=None")
-_SCHEMAS = {name: _TAKES.format("", "") + " -> Tensor[]" for name in RUN}
-_SCHEMAS |= dict.fromkeys(RUN_INTO, _INTO + " -> ()")
+_SCHEMAS = {
+    **dict.fromkeys(RUN, _TAKES.format("", "") + " -> Tensor[]"),
+    **dict.fromkeys(RUN_INTO, _INTO + " -> ()"),
+}
 
 
 def register(lib: torch.library.Library) -> None:

@@ -145,11 +145,8 @@ def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
         inner = _linear(fd, source)
         return inner and _Linear(inner.products, (*inner.biases, op))
     if (name == "cast" and source.type.dtype in FLOATS) or (
-        name in ("reshape", "partition") and _same_rows(source, y)
+        name in ("reshape", "partition")
+        and list(map(plain, source.type.shape)) == list(map(plain, y.type.shape))
     ):
         return _linear(fd, source)
     return None
-
-
-def _same_rows(a: Value, b: Value) -> bool:
-    return tuple(map(plain, a.type.shape)) == tuple(map(plain, b.type.shape))

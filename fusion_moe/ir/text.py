@@ -60,13 +60,14 @@ def one_line(fusion: Fusion) -> str:
 
 def _lines(fusion: Fusion) -> list[str]:
     names = value_names(fusion)
-    lines = [f"{s} = fd.define_size({s!r})" for s in fusion.symbols]
-    lines += [f"{g} = fd.define_groups({_partition(g)})" for g in _groups(fusion)]
-    lines += [
-        f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs
+    inputs = [(names[v], _tensor(v.type, fusion.role(v))) for v in fusion.inputs]
+    return [
+        *(f"{s} = fd.define_size({s!r})" for s in fusion.symbols),
+        *(f"{g} = fd.define_groups({_partition(g)})" for g in _groups(fusion)),
+        *(f"{name} = fd.define_tensor({described})" for name, described in inputs),
+        *(op_text(op, names) for op in fusion.ops),
+        *(f"fd.add_output({names[v]})" for v in fusion.outputs),
     ]
-    lines += [op_text(op, names) for op in fusion.ops]
-    return lines + [f"fd.add_output({names[v]})" for v in fusion.outputs]
 
 
 def value_names(fusion: Fusion) -> dict[Value, str]:

@@ -110,8 +110,7 @@ def _in_memory(fd: FusionDefinition, v: Value) -> Value:
         return eight_bits.in_parts(fd, v)
     rows, gather = picked
     parts = [_gathered(fd, part, gather) for part in fd.ops.unpack(rows)]
-    packed: Value = fd.ops.pack(*parts, encoding=v.type.dtype, layout="linear")
-    return packed
+    return fd.ops.pack(*parts, encoding=v.type.dtype, layout="linear")
 
 
 def _numbers(by_way_of: ByWayOf, dtype: str, fd: FusionDefinition, v: Value, ends: Value) -> Value:

@@ -143,20 +143,14 @@ def _refusal(
         )
         return None if allowed else f"{name} reads more of the product's result than one tile"
     beside = before.isdisjoint(op.outputs)
-    if beside and _as_large(op, product):
+    as_large = op.outputs[0].type.shape == product.outputs[0].type.shape
+    if beside and as_large and role == "pointwise":  # elementwise in those of the result
         return None
     if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
         return f"{name} on whole tokens would be recomputed for every slot and tile"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
     allowed = allowed or (beside and (name in EPILOGUE_SHAPES or role == "per_group"))
     return None if allowed else f"{name} cannot be part of a product's prologue"
-
-
-def _as_large(op: Op, product: Op) -> bool:
-    """Whether an operation beside a product is elementwise in the elements of the product's
-    result.
-    """
-    return op.kind.role == "pointwise" and op.outputs[0].type.shape == product.outputs[0].type.shape
 
 
 def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:

@@ -8,7 +8,7 @@ the backend cannot express even alone is computed by the reference, in torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import schedule
@@ -114,14 +114,10 @@ class _Split:
         for op, why in alone:
             self.apart[frozenset([op])] = why.why
         if not alone:
-            first, *others = self._by_importance(pieces, ops)
+            # products before the operations around them, otherwise in order
+            first, *others = sorted(ordered, key=lambda op: op.kind.role != "grouped")
             out = refusal.op if refusal.op in others else others[len(others) // 2]
             self.apart[frozenset([first, out])] = refusal.why
-
-    @staticmethod
-    def _by_importance(pieces: Pieces, ops: frozenset[Op]) -> Iterator[Op]:
-        """Products before the operations around them, otherwise in order."""
-        return iter(sorted(ops, key=lambda op: (op.kind.role != "grouped", pieces.place[op])))
 
 
 def on_reference(fusion: Fusion, target: Target, why: str) -> Plan:

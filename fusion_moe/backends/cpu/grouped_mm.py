@@ -213,17 +213,14 @@ class _Writer(SegmentWriter):
         lines = list[str]()
         for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
             vectors = f"Added{product.kind.title()}<{stored(product.b)}>"
+            width = known(product.size(product.contracted))
             lines += [
                 "",
-                *row_function(
-                    self, f"row_{tile}", product.a, known(product.size(product.contracted))
-                ),
-            ]
-            lines += [
+                *row_function(self, f"row_{tile}", product.a, width),
                 f"using Of_{tile} = Added<{self.tiles.index(tile)}, {vectors}, "
-                f"{stored(product.a)}>;"
+                f"{stored(product.a)}>;",
+                f"mutable const Of_{tile}* of_{tile} = nullptr;",
             ]
-            lines += [f"mutable const Of_{tile}* of_{tile} = nullptr;"]
         return lines
 
     def added_problems(self) -> list[str]:
@@ -231,13 +228,14 @@ class _Writer(SegmentWriter):
         lines = list[str]()
         for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
             n, k = product.b.type.shape[1:]
-            lines += [f"Problem problem_{tile} = problem;"]
             lines += [
+                f"Problem problem_{tile} = problem;",
                 f"problem_{tile}.parts[0] = {self.names[product.b]}, problem_{tile}.N = "
-                f"{n}, problem_{tile}.K = {k};"
+                f"{n}, problem_{tile}.K = {k};",
+                *row_pointer(product.a, f"problem_{tile}.row", f"row_{tile}"),
+                f"const Of_{tile} made_{tile}(problem_{tile});",
+                f"of_{tile} = &made_{tile};",
             ]
-            lines += row_pointer(product.a, f"problem_{tile}.row", f"row_{tile}")
-            lines += [f"const Of_{tile} made_{tile}(problem_{tile});", f"of_{tile} = &made_{tile};"]
         return lines
 
     def store_tile(self) -> list[str]:
@@ -259,12 +257,11 @@ class _Writer(SegmentWriter):
 
     def finish_row(self) -> list[str]:
         """The sum of a row, from the sums of its columns in order."""
-        lines = []
-        for partial, v in zip(self.partials, self.plan.summed, strict=True):
-            total = (
-                f"float(std::accumulate({partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.))"
-            )
-            lines.append(f"{self.names[v]}[m] = stored<{stored(v)}>({total});")
+        lines = [
+            f"{self.names[v]}[m] = stored<{stored(v)}>(float(std::accumulate("
+            f"{partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.)));"
+            for partial, v in zip(self.partials, self.plan.summed, strict=True)
+        ]
         return lines or ["(void)m;"]
 
     # Results for tokens ---------------------------------------------------------------------------
@@ -273,15 +270,10 @@ class _Writer(SegmentWriter):
         if self.plan.combine is None:
             return []
         tokens, width = map(size, self.plan.combine.outputs[0].type.shape)
-        loop = (
-            f"for_tiles({tokens}, {width}, team, [&](i64 t, i64 j0, i64 j1) {{ finish(t, j0, "
-            f"j1); }});"
-        )
-        return (
-            [loop]
-            if self._by_columns
-            else [f"for_rows({tokens}, 1, team, [&](i64 t) {{ finish(t, 0, {width}); }});"]
-        )
+        if self._by_columns:
+            each = "[&](i64 t, i64 j0, i64 j1) { finish(t, j0, j1); }"
+            return [f"for_tiles({tokens}, {width}, team, {each});"]
+        return [f"for_rows({tokens}, 1, team, [&](i64 t) {{ finish(t, 0, {width}); }});"]
 
     @cached_property
     def _by_columns(self) -> bool:

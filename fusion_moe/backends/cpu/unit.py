@@ -41,22 +41,16 @@ class Step:
 
 def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     """The C++ of segments; steps: those of all segments, if `run` is needed."""
-    parts = [
-        f"#include <{header}>\n"
-        for header, words in _WORDS.items()
-        if any(words.search(source.text) for source in sources)
-    ]
-    parts += [
-        f'#include "{header}"\n'
-        for header in dict.fromkeys(header for source in sources for header in source.headers)
-    ]
+    used = (h for h, words in _WORDS.items() if any(words.search(s.text) for s in sources))
+    own = dict.fromkeys(header for source in sources for header in source.headers)
+    parts = [*(f"#include <{h}>\n" for h in used), *(f'#include "{h}"\n' for h in own)]
     for i, source in enumerate(sources):
         parts += [
             f"namespace {{\nnamespace segment_{i} {{\n",
             source.text,
             f"}}  // namespace segment_{i}\n}}  // namespace\n",
+            _entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]),
         ]
-        parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))
     if steps:
         calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
         body = indented(["Team& team = *static_cast<Team*>(of_caller);", *calls, "return GOOD;"])

@@ -65,10 +65,11 @@ class _Writer(SegmentWriter):
         elements = self.elements(
             {self.plan.product.result: self._accumulator}, without=self.plan.results
         )
-        stores = []
-        for v in self.plan.results:
-            made = elements.of(v, reshaped([_G, _M, _J], shape, v.type.shape))
-            stores.append(f"{self.names[v]}[(g * N + m) * K + j] = stored<{stored(v)}>({made});")
+        stores = [
+            f"{self.names[v]}[(g * N + m) * K + j] = stored<{stored(v)}>("
+            f"{elements.of(v, reshaped([_G, _M, _J], shape, v.type.shape))});"
+            for v in self.plan.results
+        ]
         return [
             "#pragma omp simd",
             "for (i64 i = 0; i < count; ++i) {",

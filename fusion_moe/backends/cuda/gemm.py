@@ -70,11 +70,13 @@ class Gemm(PlannedSource):
         self.scratch += [TILE_COUNTER, *self.operand.scratch]
         self._functions = self._make_functions()
         if plan.sums:
+            # large-M kernels and those without wgmma sum each 64 columns separately
+            most_parts = self._tiles(self._tile_n) * self._tile_n // LARGE_M_COLUMNS
             self.scratch.append(
                 Array(
                     PARTIAL_SUMS,
                     "float",
-                    elements((self.rows, self._most_parts * len(plan.sums))),
+                    elements((self.rows, most_parts * len(plan.sums))),
                 )
             )
 
@@ -161,11 +163,6 @@ class Gemm(PlannedSource):
         m, n = self._tile(sizes, arch)
         of_tile = _TILES_M[0] // m if by_wgmma(arch) else n // warp_columns(self._columns_read)
         return self._tiles(n) * of_tile
-
-    @property
-    def _most_parts(self) -> int:
-        """Large-M kernels and those without wgmma sum each 64 columns separately."""
-        return self._tiles(self._tile_n) * self._tile_n // LARGE_M_COLUMNS
 
     @property
     def _tile_n(self) -> int:

@@ -236,10 +236,7 @@ class Loops(Source):
         ):
             return self._by_eights(f"elements_{i}", values, rows, width, left)
         made = self.elements(without=left)
-        stores = []
-        for v in values:
-            at = unflat(_I, [plain(d) for d in v.type.shape])
-            stores.append(self.store(v, _I, made.of(v, at)))
+        stores = [self.store(v, _I, made.of(v, unflat(_I, v.type.shape))) for v in values]
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores])
 
     def _by_eights(

@@ -216,8 +216,7 @@ class Source(Writer):
         """What make(*of) returns; it is called once, so that a call of new sizes writes no text."""
         if (make, of) not in self._once:
             self._once[make, of] = make(*of)
-        found: T = self._once[make, of]
-        return found
+        return self._once[make, of]
 
     @property
     def made_later(self) -> list[Value]:

@@ -174,11 +174,9 @@ def _turned(fd: Any, w: Value) -> Value:
     """The copy of the transposed matrices."""
     held = fd.producer(w, "straight_through")
     if held is not None and len(held.values) > 2:
-        found: Value = held.values[2]
-        return found
+        return held.values[2]
     packed = fd.producer(in_parts(fd, w))
-    made: Value = fd.ops.pack(*fd.ops.turn(*packed.values), encoding=w.type.dtype, layout="linear")
-    return made
+    return fd.ops.pack(*fd.ops.turn(*packed.values), encoding=w.type.dtype, layout="linear")
 
 
 def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -216,8 +214,7 @@ def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
     """A copy along rows rebuilt from its scales and its codes by columns."""
     codes, scales = fd.producer(in_parts(fd, copied)).values
     back = fd.ops.turn_back(fd.ops.turn_runs(codes, ends), ends, rows=copied.type.shape[0])
-    made: Value = fd.ops.pack(back, scales, encoding=copied.type.dtype, layout="linear")
-    return made
+    return fd.ops.pack(back, scales, encoding=copied.type.dtype, layout="linear")
 
 
 def _floats(fd: Any, copied: Value) -> Value:
@@ -227,8 +224,7 @@ def _floats(fd: Any, copied: Value) -> Value:
         raise NotImplementedError(
             f"the derivative of a product of {copied.type} that was not made from floats here"
         )
-    source: Value = op.values[1] if op.kind.name == "straight_through" else op.values[0]
-    return source
+    return op.values[1] if op.kind.name == "straight_through" else op.values[0]
 
 
 def in_parts(fd: Any, copied: Value) -> Value:
@@ -236,7 +232,5 @@ def in_parts(fd: Any, copied: Value) -> Value:
     if fd.producer(copied, "pack"):
         return copied
     if held := fd.producer(copied, "straight_through"):
-        weight: Value = held.values[0]
-        return weight
-    packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")
-    return packed
+        return held.values[0]
+    return fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")

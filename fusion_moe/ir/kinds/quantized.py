@@ -256,8 +256,7 @@ def as_rows(fd: Any, a: Value, activation_format: str) -> Value:
     scale = (
         [fd.ops.decode_scale(a, encoding=encoding)] if has_matrix_scale(activation_format) else []
     )
-    rows: Value = fd.ops.quantize(a, *scale, encoding=encoding)
-    return rows
+    return fd.ops.quantize(a, *scale, encoding=encoding)
 
 
 def format_of(rows: TensorType) -> str:
