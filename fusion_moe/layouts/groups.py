@@ -3,10 +3,11 @@ has, only the device knows.
 
 Three spellings of the same partition, all int32 [G], converted here and nowhere else:
 
-    ends            the row after each run; `offs` of torch.nn.functional.grouped_mm, and of the
-    public ops starts          the first row of each run, without the total; nvFuser's
-    `expert_offsets` padded starts   starts once every run is padded to a multiple of `align` rows;
-    nvFuser's `blockscale_offsets`
+    ends            the row after each run; `offs` of torch.nn.functional.grouped_mm and of the
+                    public ops
+    starts          the first row of each run, without the total; nvFuser's `expert_offsets`
+    padded starts   starts once every run is padded to a multiple of `align` rows; nvFuser's
+                    `blockscale_offsets`
 
 >>> ends = ends_from_sizes(torch.tensor([3, 0, 6, 2], dtype=torch.int32))
 >>> ends.tolist(), starts(ends).tolist(), sizes(ends).tolist()

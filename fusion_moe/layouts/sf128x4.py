@@ -4,8 +4,8 @@ and 4 columns becomes 512 consecutive elements, 32 runs of 16: row r of the tile
 in its group of four r // 32; the column selects one of the four. The tiles follow each other from
 left to right, then down:
 
-    element (row r, column j)  ->  r//128 * 128*C  +  j//4 * 512  +  r%32 * 16  +  r%128//32 * 4  +
-    j%4        C = padded columns
+    element (row r, column j)  ->  r//128 * 128*C  +  j//4 * 512  +  r%32 * 16  +  r%128//32 * 4
+                                   +  j%4                                      C = padded columns
 
 Here 33 rows of 2 columns, element (r, j) written as 10 * r + j, the first 24 of 512 stored
 elements. Row 32 comes right after row 0 (both have r % 32 = 0), then the rows 64 and 96 of the
@@ -73,10 +73,8 @@ class SF128x4(TensorLayout):
         ShapeError, DtypeError: x or ends has the wrong rank or dtype.
         """
         _check_rank(x.shape, ends, self.name)
-        shape, data = (
-            self.storage_shape(tuple(x.shape), None if ends is None else ends.shape[0]),
-            as_bytes(x),
-        )
+        shape = self.storage_shape(tuple(x.shape), None if ends is None else ends.shape[0])
+        data = as_bytes(x)
         if ends is None:
             padded = torch.nn.functional.pad(
                 data, (0, shape[-1] - x.shape[-1], 0, shape[-2] - x.shape[-2])
@@ -88,7 +86,7 @@ class SF128x4(TensorLayout):
                 0, self._stored_rows(ends, x.shape[0], shape[0]), data
             )
             padded = room[:-1]
-        return self._to_tiles(padded).view(x.dtype)
+        return _to_tiles(padded).view(x.dtype)
 
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
         """[..., ceil128(R), ceil4(C)] -> x of `shape` [..., R, C]; with ends i32 [G]: [bound(M, G,
@@ -104,7 +102,7 @@ class SF128x4(TensorLayout):
             self.storage_shape(tuple(shape), None if ends is None else ends.shape[0]),
             self.name,
         )
-        padded = self._from_tiles(as_bytes(stored))
+        padded = _from_tiles(as_bytes(stored))
         if ends is None:
             return padded[..., :r, :c].contiguous().view(stored.dtype)
         source = self._stored_rows(ends, r, stored.shape[0])
@@ -122,24 +120,29 @@ class SF128x4(TensorLayout):
         row = torch.arange(rows, device=ends.device)
         return torch.where(group < ends.shape[0], row + shift.index_select(0, group), nowhere)
 
-    def _to_tiles(self, x: Tensor) -> Tensor:
-        """x [..., 128 a, 4 b] -> the same shape, its elements in tile order."""
-        *lead, r, c = x.shape
-        fours = _fours(x)
-        # [..., a, r//32, r%32, b, j%4]
-        tiles = fours.view(*lead, r // 128, 4, 32, c // 4, fours.shape[-1])
-        return _of_fours(tiles.transpose(-4, -2), x)  # [..., a, b, r%32, r//32, j%4]
-
-    def _from_tiles(self, x: Tensor) -> Tensor:
-        """The inverse of `_to_tiles`."""
-        *lead, r, c = x.shape
-        fours = _fours(x)
-        # [..., a, b, r%32, r//32, j%4]
-        tiles = fours.view(*lead, r // 128, c // 4, 32, 4, fours.shape[-1])
-        return _of_fours(tiles.transpose(-4, -2), x)  # [..., a, r//32, r%32, b, j%4]
-
 
 SF128X4 = SF128x4()
+
+
+def _to_tiles(x: Tensor) -> Tensor:
+    """x [..., 128 a, 4 b] -> the same shape, its elements in tile order."""
+    # [..., a, r//32, r%32, b, j%4] -> [..., a, b, r%32, r//32, j%4]
+    return _exchanged(x, 4, 32, x.shape[-1] // 4)
+
+
+def _from_tiles(x: Tensor) -> Tensor:
+    """The inverse of `_to_tiles`."""
+    return _exchanged(x, x.shape[-1] // 4, 32, 4)
+
+
+def _exchanged(x: Tensor, *sizes: int) -> Tensor:
+    """x as [..., a, *sizes, j%4], of whose three sizes the first and the last are exchanged; in the
+    shape of x.
+    """
+    *lead, r, _ = x.shape
+    fours = _fours(x)
+    tiles = fours.view(*lead, r // 128, *sizes, fours.shape[-1]).transpose(-4, -2)
+    return tiles.contiguous().view(x.dtype).view(x.shape)
 
 
 def _fours(x: Tensor) -> Tensor:
@@ -150,13 +153,6 @@ def _fours(x: Tensor) -> Tensor:
     if x.element_size() > 1 or x.shape[-1] == 0:
         return x.view(*x.shape[:-1], x.shape[-1] // 4, 4)
     return (x if x.storage_offset() % 4 == 0 else x.clone()).view(torch.int32).unsqueeze(-1)
-
-
-def _of_fours(fours: Tensor, x: Tensor) -> Tensor:
-    """The result of `_fours` for x, in any order -> the same elements in that order, with the shape
-    and dtype of x.
-    """
-    return fours.contiguous().view(x.dtype).view(x.shape)
 
 
 def _check_rank(shape: tuple[int, ...], ends: Tensor | None, where: str) -> None:

@@ -2,9 +2,8 @@
 consecutive bytes, which are then operands of mma.sync. It consists of three choices:
 
 tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then
-down. Lane 4 r + c holds the 16 elements
-                  of block c in rows r and r + 8: (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8,
-                  c < 4, i, h, j < 2, v < 4
+                  down. Lane 4 r + c holds the 16 elements of block c in rows r and r + 8:
+                  (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
 code order        the order of a tile's elements in its bytes: of the element (encodings/orders.py)
 scale recoding    of the bytes of block scales, zero points among them: of the scale. A tile's
                   scales, one for `block` elements along K, lie in this order:

@@ -3,8 +3,7 @@ whole program.
 
 run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
 run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of
-                                    the program; stops at one that finds
-                                    bad input
+                                    the program; stops at one that finds bad input
 run_in(p, n, products, team)        the same in the parallel region of a team
 
 products: the grouped product of each segment's encoding, null for one without.

@@ -41,7 +41,7 @@ class Columns:
         return [
             "// Column j of the result is made of these of the product; the q-th tile of a block "
             "begins at a row; where its columns lie.",
-            function(self.read),
+            column_function(self.read),
             "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block "
             "* BLOCK)" + (" / 16 * 16" if self.block < TILE else "") + "; }",
             "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, "
@@ -50,7 +50,7 @@ class Columns:
         ]
 
 
-def function(read: Sequence[Index]) -> str:
+def column_function(read: Sequence[Index]) -> str:
     """The C++ function that says which column of the product is the f-th that column j reads."""
     choice = str(read[-1])
     for f in range(len(read) - 2, -1, -1):

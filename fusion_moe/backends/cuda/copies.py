@@ -17,8 +17,7 @@ from ...ir.types import plain
 from ...schedule.product import cat_before
 from ..cxx.elements import stored
 from ..cxx.indices import Variable, reshaped, size
-from ..cxx.product_plan import known
-from ..cxx.product_plan import source as memory_of
+from ..cxx.product_plan import base_of, known
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
@@ -116,7 +115,7 @@ def saved(fusion: Fusion) -> list[Op]:
         packed, pack = op.values[0], fusion.producer(op.values[0], "pack")
         of_runs = packed.type.encoding in (MXFP8_COLUMNS, FP8_COLUMNS)
         parts = () if pack is None else pack.values
-        if parts and of_runs and all(memory_of(fusion, v) in fusion.inputs for v in parts):
+        if parts and of_runs and all(base_of(fusion, v) in fusion.inputs for v in parts):
             found.append(op)
     return found
 

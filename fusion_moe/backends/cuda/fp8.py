@@ -23,8 +23,7 @@ from . import block_copies, gemm
 from .gemm import TILE_COUNTER, Operand, Wgrad, by_wgmma, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
-from .mma_tile import THREADS as MMA_THREADS
-from .mma_tile import mma_tile
+from .mma_tile import MMA_THREADS, mma_tile
 from .source import Array, Boxes, KernelSource, Sizes
 from .table import table_of
 from .variants import Variant

@@ -21,13 +21,10 @@ from ..cxx.indices import Call, Index, Variable, reshaped, size
 from ..cxx.product_plan import ProductPlan, WgradPlan
 from ..cxx.statements import Expression, inner
 from . import added, readers
-from .columns import function as column_function
-from .columns import need_whole
+from .columns import column_function, need_whole
 from .grouped_mm import PlannedSource, Product, need_groups
 from .heuristics import AUTO, Chosen
-from .mma_tile import NEEDS as MMA_NEEDS
-from .mma_tile import THREADS as MMA_THREADS
-from .mma_tile import mma_tile, warp_columns
+from .mma_tile import MMA_NEEDS, MMA_THREADS, mma_tile, warp_columns
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
 from .table import table_of
 from .variants import Variant

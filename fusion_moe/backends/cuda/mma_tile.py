@@ -7,8 +7,8 @@ from itertools import product
 from ...arch import Arch
 from ...errors import UnsupportedError
 
-THREADS = 256
-NEEDS = ("mma", "cp.async")
+MMA_THREADS = 256
+MMA_NEEDS = ("mma", "cp.async")
 _WARP_ROWS, _WARP_COLUMNS = 16, 64  # the least of a warp
 _RESULT_COLUMNS = 32  # of a warp, for each that a result reads
 _SIDES = (256, 128, 64)
@@ -29,7 +29,7 @@ def mma_tile(
     UnsupportedError for so many groups that none fits.
     """
     columns = warp_columns(read)
-    least = THREADS // 32 * _WARP_ROWS * columns
+    least = MMA_THREADS // 32 * _WARP_ROWS * columns
     tiles = [
         (rows, across)
         for rows, across in product(_SIDES, _SIDES)

@@ -20,7 +20,7 @@ from ...ir.kinds.eight_bits import TRAINED
 from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
-from .product_plan import known, source
+from .product_plan import base_of, known
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
 # in memory
@@ -95,7 +95,7 @@ def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
     """The name of the array that holds a value, possibly through views and reshapes. memory: the
     names of existing arrays.
     """
-    found = v if v in memory else source(fusion, v)
+    found = v if v in memory else base_of(fusion, v)
     if found not in memory:
         raise UnsupportedError(
             f"{v.name} {v.type} is computed in the same segment that reads it as a whole"
@@ -254,7 +254,7 @@ class Elements:
         """Whether an element's row is in a group, and that group's element of the table; else 0."""
         _, table, ends = op.values
         groups = size(table.type.shape[0])
-        known = self._group.get(source(self._fusion, ends))
+        known = self._group.get(base_of(self._fusion, ends))
         found = (
             known(at[0])
             if known
@@ -342,7 +342,7 @@ class Elements:
         none does.
         """
         ((condition, v, at), *others) = parts
-        if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
+        if not others and base_of(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
             return formula("({} ? {} : 0)", condition, self._load_guarded(v, at))
         name, cases = next(self._names), []

@@ -88,7 +88,7 @@ class ProductPlan:
         """The ends of the groups, if they are in memory: an input, or made by `route`. See
         `of_one_group`.
         """
-        return source(self.fusion, self.product.values[2])
+        return base_of(self.fusion, self.product.values[2])
 
     @property
     def of_one_group(self) -> bool:
@@ -134,7 +134,7 @@ class ProductPlan:
     def summed(self) -> tuple[Value, ...]:
         """The values that hold `sums` as they are stored."""
         return tuple(
-            next(v for v in self.fusion.outputs if source(self.fusion, v) is op.outputs[0])
+            next(v for v in self.fusion.outputs if base_of(self.fusion, v) is op.outputs[0])
             for op in self.sums
         )
 
@@ -268,7 +268,7 @@ class WgradPlan:
     @property
     def ends(self) -> Value:
         """The ends of the groups, in memory."""
-        return source(self.fusion, self.product.ends)
+        return base_of(self.fusion, self.product.ends)
 
     @property
     def n(self) -> int:
@@ -328,7 +328,7 @@ def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
     """Whether ends are those of one group with all rows, given as a number that the fusion fills
     in.
     """
-    made = fusion.producer(source(fusion, ends), "full")
+    made = fusion.producer(base_of(fusion, ends), "full")
     return (
         made is not None and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
     )
@@ -338,7 +338,7 @@ def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value])
     """Inexpressible unless the ends of groups are in memory before the product: they are needed to
     find rows.
     """
-    ends = source(fusion, product.ends)
+    ends = base_of(fusion, product.ends)
     if ends not in fusion.inputs and ends not in made:
         raise Inexpressible(
             fusion.producers[ends],
@@ -365,7 +365,7 @@ def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) 
                 f"{op.values[0].type} has no kernel here",
             )
     outputs = [v for v in fusion.outputs if v in of_sums]
-    if len(outputs) != len(sums) or {source(fusion, v) for v in outputs} != {
+    if len(outputs) != len(sums) or {base_of(fusion, v) for v in outputs} != {
         v for op in sums for v in op.outputs
     }:
         raise Inexpressible(
@@ -426,21 +426,21 @@ def _places(joined: Op) -> Iterator[Index]:
         start += known(x.type.shape[joined.attrs["dim"]])
 
 
-def source(fusion: Fusion, v: Value) -> Value:
+def base_of(fusion: Fusion, v: Value) -> Value:
     """The value with the same memory, in order, as v: before views, reshapes and casts that change
     no dtype.
     """
     op = fusion.producer(v, "ends", "partition", "reshape", "cast")
     if op is None or op.values[0].type.dtype != v.type.dtype:
         return v
-    return source(fusion, op.values[0])
+    return base_of(fusion, op.values[0])
 
 
 def made_by_route(fusion: Fusion, v: Value) -> str:
     """ "ends", "row_of" or "slot_of" for a result of a `route` of the fusion; "" for anything
     else.
     """
-    made = source(fusion, v)
+    made = base_of(fusion, v)
     op = fusion.producer(made, "route")
     return "" if op is None else ("ends", "row_of", "slot_of")[op.outputs.index(made)]
 
@@ -449,7 +449,7 @@ def below(fusion: Fusion, index: Value) -> object:
     """A size below which all elements of an index are, by the operation that made it; None if
     unknown.
     """
-    op = fusion.producer(source(fusion, index), "topk_ids", "route", "invert")
+    op = fusion.producer(base_of(fusion, index), "topk_ids", "route", "invert")
     routed = made_by_route(fusion, index)
     if op is None or routed == "ends":
         return None

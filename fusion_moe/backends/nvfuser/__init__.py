@@ -5,8 +5,8 @@ library.py      the installed nvFuser, or what to install
 writer.py       writes operations into a definition, equal ones once
 definition.py   a Fusion -> a definition of its own, or operations inside of another one
 values.py       how quantized values look in nvFuser
-pointwise.py shapes.py rows.py products.py    what each kind of the IR becomes;  eight_bits.py:
-    MXFP8
+pointwise.py, shapes.py, rows.py, products.py, eight_bits.py (MXFP8)
+                what each kind of the IR becomes
 headers.py      the CUDA headers that sorts are compiled with, or what to install
 launch.py       checks before a launch, and the launch
 """

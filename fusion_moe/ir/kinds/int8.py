@@ -1,17 +1,16 @@
 """Products of int8 operands: rows of floats and weights of E2M1 codes, both rounded to integers in
 blocks of 256 columns.
 
-    rows     step = amax / 127                     of a block of a row; codes = round(x * (127 /
-                                                   amax)), ties to even: -127 .. 127
-    weights  step = S / 16                         S: the largest block scale, by its size, of a
-                                                   block of a row of a matrix
-             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even
-             codes = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s /
-                                                             S * 16 to nearest: -96 .. 96
+    rows     step = amax / 127                           amax: of a block of a row
+             codes = round(x * (127 / amax))             ties to even: -127 .. 127
+    weights  step = S / 16                               S: the largest block scale, by its size, of
+                                                         a block of a row of a matrix
+             ratio = round(s * (2048 / S))               of each of its block scales s, ties to even
+             codes = floor((2 c * ratio + 128) / 256)    c: the E2M1 number of a code; this is c times
+                                                         s / S * 16, to nearest: -96 .. 96
     y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the
-             row * step of the weight),
-             each product of codes an exact integer, each block added by one fused multiply-add;
-                 then times the scale of the matrix
+             row * step of the weight): each product of codes an exact integer, each block added by
+             one fused multiply-add; then times the scale of the matrix
 
 Everything but the integers is in float32. A block whose amax or S is below 2^-100 counts as zeros.
 NaN or infinity in a block of a row, or NaN among a weight row's scales, makes all results of that

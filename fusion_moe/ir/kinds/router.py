@@ -1,7 +1,7 @@
 """Routers: which experts a token goes to, by its logits, and the weight of each.
 
-    ids = topk_ids(logits, bias)             integers, without a derivative
-    w = topk_weights(logits, ids)         differentiable in logits
+    ids = topk_ids(logits, bias)     integers, without a derivative
+    w = topk_weights(logits, ids)    differentiable in logits
 
 T tokens, E experts, k slots a token. Scores are the softmax or sigmoid of the logits, in float32
 (f64 for float64). If only their order matters, logits are compared instead, which have the same
