@@ -6,8 +6,8 @@ blocks of 256 columns.
     weights  step = S / 16                               S: the largest block scale, by its size, of
                                                          a block of a row of a matrix
              ratio = round(s * (2048 / S))               of each of its block scales s, ties to even
-             codes = floor((2 c * ratio + 128) / 256)    c: the E2M1 number of a code; this is c times
-                                                         s / S * 16, to nearest: -96 .. 96
+             codes = floor((2 c * ratio + 128) / 256)    c: the E2M1 number of a code; this is
+                                                         c * s / S * 16, to nearest: -96 .. 96
     y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the
              row * step of the weight): each product of codes an exact integer, each block added by
              one fused multiply-add; then times the scale of the matrix

@@ -2,8 +2,8 @@
 a group's last block may be short.
 
     codes        [M/g, K]
-    block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which block
-                                         a row is in
+    block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which
+                                         block a row is in
 
 The numbers are the same as for every group by itself, padded with zero rows. Rows past the last end
 are zeros.
