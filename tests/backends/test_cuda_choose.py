@@ -142,7 +142,7 @@ def test_memory_of_a_choice():
     rows = 4000
     found, call = choice_of(products(*[""] * 6), rows), call_of(products(*[""] * 6))
     arrays = list(
-        zip(call.parts.inner, found.workspace.arrays, found.workspace.offsets, strict=True)
+        zip(call.parts.arrays.inner, found.workspace.arrays, found.workspace.offsets, strict=True)
     )
     for inner, array, offset in arrays:
         assert (inner.first, inner.last) == (array.first, array.last)
@@ -152,7 +152,7 @@ def test_memory_of_a_choice():
         assert apart or i + a.nbytes <= j or j + b.nbytes <= i or 0 in (a.nbytes, b.nbytes)
     assert found.workspace.nbytes == 2 * rows * K * 2
     given = len(call.parts.inputs) + len(call.parts.made)
-    for i, places in enumerate(call.parts.places):
+    for i, places in enumerate(call.parts.arrays.places):
         assert all(
             arrays[p - given][0].first <= i <= arrays[p - given][0].last
             for p in places

@@ -172,10 +172,7 @@ def clamp(
     return x if max is None else fd.ops.minimum(x, max)
 
 
-@translator("aten::clamp_min")
-def clamp_min(fd: FusionDefinition, x: Value, min: float) -> Value:
-    """x, at least min"""
-    return clamp(fd, x, min=min)
+translator("aten::clamp_min")(clamp)
 
 
 @translator("aten::clamp_max")

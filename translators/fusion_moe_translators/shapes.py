@@ -51,13 +51,8 @@ def clone(fd: FusionDefinition, x: Value, *, memory_format: Any = None) -> Value
     return x
 
 
-@translator("aten::alias")
-def alias(fd: FusionDefinition, x: Value) -> Value:
-    """x itself"""
-    return x
-
-
-translator("aten::detach")(alias)
+translator("aten::alias")(clone)
+translator("aten::detach")(clone)
 
 
 @translator("aten::unsqueeze")

@@ -169,7 +169,7 @@ def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
     return memory.plan(
         [
             memory.Array(x.array.name, _nbytes(x, chosen[x.first], sizes), x.first, x.last)
-            for x in parts.inner
+            for x in parts.arrays.inner
         ]
     )
 

@@ -63,11 +63,23 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class CallArrays:
+    """The arrays of a call by number: inputs, outputs that are made, inner arrays.
+
+    places: for each part, the numbers of its struct's arrays; inner: the arrays after inputs and
+    outputs; numbers: by value of the call.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    inner: tuple[Inner, ...]
+    numbers: Mapping[object, int]
+
+
+@dataclass(frozen=True)
 class Parts:
     """Parts in order, which are launched in one call. variant: the option cuda_variant.
 
-    The call's arrays are numbered: inputs, outputs that are made, inner arrays. A value that is
-    passed transposed is an input that no other part reads.
+    A value that is passed transposed is an input that no other part reads.
     """
 
     inputs: tuple[Value, ...]
@@ -115,57 +127,35 @@ class Parts:
         readers = Counter([*self.outputs, *(v for part in self.parts for v in set(part.inputs))])
         return [(makers[v], j, v) for j, v in enumerate(read) if v in makers and readers[v] == 1]
 
-    @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
-        """For each part, the numbers of its struct's arrays among the call's."""
-        return self._arrays[0]
-
-    @property
-    def inner(self) -> tuple[Inner, ...]:
-        """The arrays after inputs and outputs."""
-        return self._arrays[1]
-
-    @property
-    def numbers(self) -> Mapping[object, int]:
-        """By value of the call: the numbers of those that are arrays."""
-        return self._arrays[2]
-
     @cached_property
-    def _arrays(
-        self,
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[Inner, ...], Mapping[object, int]]:
-        place: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
-        given, inner, places = (
-            len(place),
-            list[tuple[Source, Value | Array]](),
-            list[tuple[int, ...]](),
-        )
+    def arrays(self) -> CallArrays:
+        """The call's arrays."""
+        numbers: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
+        given, places = len(numbers), list[tuple[int, ...]]()
+        made = list[tuple[Source, Value | Array, int]]()
         for i, part in enumerate(self.parts):
             outputs: dict[object, Value] = dict(
                 zip(part.source.fusion.outputs, part.outputs, strict=True)
             )
-            found = [place[v] for v in part.inputs]
+            found = [numbers[v] for v in part.inputs]
             arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
             for array in arrays:
                 key = outputs.get(array, (i, array))
-                if key not in place:
-                    place[key] = len(place)
-                    inner.append((part.source, array))
-                found.append(place[key])
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    made.append((part.source, array, i))
+                found.append(numbers[key])
             places.append(tuple(found))
-        used = [
-            [i for i, of_part in enumerate(places) if given + n in of_part]
-            for n in range(len(inner))
-        ]
+        last = {n: i for i, of_part in enumerate(places) for n in of_part}
         end = len(self.parts) - 1  # who records a run reads the ends of groups after it
-        inner_arrays = (
-            Inner(*array, parts[0], end if is_ends(array[1]) else parts[-1])
-            for array, parts in zip(inner, used, strict=True)
+        inner = tuple(
+            Inner(source, array, first, end if _is_ends(array) else last[n])
+            for n, (source, array, first) in enumerate(made, given)
         )
-        return tuple(places), tuple(inner_arrays), place
+        return CallArrays(tuple(places), inner, numbers)
 
 
-def is_ends(array: Value | Array) -> bool:
+def _is_ends(array: Value | Array) -> bool:
     """Whether an array is the ends of groups."""
     return isinstance(array, Value) and bool(array.type.ends)
 
@@ -216,10 +206,8 @@ def parts_of(
     """The parts of one call; None if an output is not separate memory, or if others also read a
     value that is passed transposed.
     """
-    results, read = (
-        {v for part in parts for v in part.outputs},
-        Counter(v for part in parts for v in part.inputs),
-    )
+    results = {v for part in parts for v in part.outputs}
+    read = Counter(v for part in parts for v in part.inputs)
     whole = set(outputs) <= results and len(set(outputs)) == len(outputs)
     transposable = all(v in inputs and read[v] == 1 for part in parts for v in part.transposed)
     return (

@@ -162,13 +162,13 @@ class Call:
                 step.run(addresses, stream, fault)
         made = [arrays[i] for i in self._outputs]
         for v in also:  # in memory that later calls on this stream reuse
-            offset = prepared.workspace.offsets[self.parts.numbers[v] - len(arrays)]
+            offset = prepared.workspace.offsets[self.parts.arrays.numbers[v] - len(arrays)]
             made.append(memory.view(held, offset, *storage(v.type, sizes)))
         return tuple(made)
 
     def number(self, v: Value) -> int:
         """Which of a descriptor's arrays a value is."""
-        return self.parts.numbers[v]
+        return self.parts.arrays.numbers[v]
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
         """What C++ does for such a call; None while kernels are compiled, and if tensors would be
@@ -248,7 +248,7 @@ class Call:
     ) -> _Prepared:
         parts, cubins = self.parts, _cubins(choice)
         results = (storage(v.type, sizes) for v in parts.made)
-        of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
+        of_parts = zip(parts.parts, parts.arrays.places, choice.steps, strict=True)
         steps = (
             _Loaded(
                 tuple(sizes[s] for s in part.source.fusion.symbols),

@@ -311,15 +311,10 @@ class Elements:
         values = self._values(at[dim])
         for x in op.values:
             end = start + size(x.type.shape[dim])
+            inside = [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]]
             if values and start.evaluate({}) <= min(values) and max(values) < end.evaluate({}):
-                return self.of(x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]])
-            parts.append(
-                (
-                    self._before(at[dim], end),
-                    x,
-                    [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]],
-                )
-            )
+                return self.of(x, inside)
+            parts.append((self._before(at[dim], end), x, inside))
             start = end
         return self._guarded(parts)
 

@@ -64,10 +64,10 @@ class Epilogue:
                 f"a result reads the column {column} of the product",
                 expected="columns known when compiling",
             )
-        if column not in self.columns:
-            self.columns += [] if (alike := self._alike(column)) is not None else [column]
-            column = self.columns[-1] if alike is None else alike
-        return Expression(accumulator.format(self.columns.index(column)), frozenset("j"))
+        read = column if column in self.columns else self._alike(column)
+        if read is None:
+            self.columns.append(column)
+        return Expression(accumulator.format(self.columns.index(read or column)), frozenset("j"))
 
     def _alike(self, column: Index) -> Index | None:
         """A column that was read already, in another form."""

@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, floordiv, mod, mul
+from typing import Any
 
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, CeilDiv, Size, exact_div
 from ...ir.types import Dim, plain
 
-_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "*": mul, "/": floordiv, "%": mod}
+# of numbers, and of indices
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "*": mul, "/": floordiv, "%": mod}
 
 
 class Index(ABC):
@@ -114,9 +116,7 @@ class Operation(Index):
 
     def replaced(self, name: str, by: Index) -> Index:
         left, right = self.left.replaced(name, by), self.right.replaced(name, by)
-        return {"+": left.__add__, "*": left.__mul__, "/": left.__floordiv__, "%": left.__mod__}[
-            self.operator
-        ](right)
+        return _OPERATORS[self.operator](left, right)
 
 
 @dataclass(frozen=True)
