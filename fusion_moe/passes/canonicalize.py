@@ -121,7 +121,7 @@ def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Val
 
 def _gathered_before(fd: FusionDefinition, op: Op, x: Value) -> Value | None:
     """What has the same rows as x, narrower or in another partition."""
-    before = _made(fd, x, "reshape") if op.attrs["dim"] == 0 else None
+    before = fd.producer(x, "reshape") if op.attrs["dim"] == 0 else None
     source = before.values[0] if before else None
     if source and [*map(plain, source.type.shape)] == [*map(plain, x.type.shape)]:
         return source
