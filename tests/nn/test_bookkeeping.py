@@ -160,18 +160,6 @@ def test_hooks_of_autograd_run_once():
     assert_same_bits([module.weight1.main_grad], [torch.full((N, K), 0.5)])  # its group is empty
 
 
-def frozen(p):
-    p.requires_grad_(False)
-
-
-def written_over(p):
-    p.overwrite_main_grad = True
-
-
-def in_bf16(p):
-    p.main_grad = p.main_grad.bfloat16()
-
-
 def asked_for(p):
     kept, p.main_grad = p.main_grad, None
     p.get_main_grad = lambda: kept
@@ -179,9 +167,12 @@ def asked_for(p):
 
 APART = {
     "apart": (lambda p: None, lambda grad: 0.5 + grad),
-    "one frozen": (frozen, lambda grad: torch.full((N, K), 0.5)),
-    "one written over": (written_over, lambda grad: grad),
-    "two dtypes": (in_bf16, lambda grad: (0.5 + grad).bfloat16()),
+    "one frozen": (lambda p: p.requires_grad_(False), lambda grad: torch.full((N, K), 0.5)),
+    "one written over": (lambda p: setattr(p, "overwrite_main_grad", True), lambda grad: grad),
+    "two dtypes": (
+        lambda p: setattr(p, "main_grad", p.main_grad.bfloat16()),
+        lambda grad: (0.5 + grad).bfloat16(),
+    ),
     "get_main_grad": (asked_for, lambda grad: 0.5 + grad),
 }
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from bad_calls import messages
 from layers import assert_near, layer, uniform
-from torch import Tensor, nn
-from ways import compiled
+from torch import nn
+from ways import Called, compiled
 
 from fusion_moe import nn as ours
 from fusion_moe import options
-from fusion_moe.errors import OptionError, ShapeError
 
 G, H, I = 3, 24, 16
 SPLITS = torch.tensor([5, 0, 6])
@@ -26,22 +24,15 @@ ACTIVATIONS = (
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_layer_with_each_is_one_program(name, monkeypatch):
+def test_a_layer_with_each_is_one_program(name):
     module = getattr(ours, name)()
     model = ours.Sequential(layer(G, H, module.parts * I), module, layer(G, I, H, seed=9))
     x, scales = uniform(ROWS, H), [uniform(ROWS, seed=3, low=0.0)] * module.scaled
-    programs = []
-    run = torch.ops.fusion_moe.run
-
-    def counted(text: str, *args: Any) -> list[Tensor]:
-        programs.append(text)
-        return run(text, *args)
-
     with torch.no_grad(), options.override(target="reference"):
         want = model[2](module(model[0](x, SPLITS), *scales), SPLITS)
-        monkeypatch.setattr(torch.ops.fusion_moe, "run", counted)
-        found = model(x, SPLITS, *scales, SPLITS)
-    assert len(programs) == 1
+        with Called() as programs:
+            found = model(x, SPLITS, *scales, SPLITS)
+    assert programs.names == ["run"]
     assert_near(found, want.double(), torch.float32, 10)
 
 
@@ -89,21 +80,20 @@ def test_an_activation_of_your_own():
     assert str(module).startswith("Activation(t2 = tanh(gate); ")
 
 
-def test_bad_calls():
+def test_bad_calls(golden):
     x = uniform(ROWS, H)
-    with pytest.raises(OptionError, match=r"AddExtraInput\('late'\); expected a MakeExtraOutput"):
-        ours.Sequential(ours.AddExtraInput("late"), ours.MakeExtraOutput("late"))(x)
-    with pytest.raises(ShapeError, match="0 tensors beside x; expected 1: what it adds"):
-        ours.Sequential(ours.AddExtraInput())(x)
-    with pytest.raises(ShapeError, match="x of 25 columns; expected a multiple of 2"):
-        ours.SwiGLU()(uniform(3, 25))
-    with pytest.raises(ShapeError, match="scales; expected none"):
-        ours.SReLU()(x, torch.ones(ROWS))
-    with pytest.raises(ShapeError, match="no scales; expected"):
-        ours.ScaledSReLU()(x)
-    for beta in 0, -1.0, float("inf"), float("nan"):
-        with pytest.raises(OptionError, match="expected a positive number"):
-            ours.ScaledSiTUGLU(beta1=beta)
+    late = ours.AddExtraInput("late"), ours.MakeExtraOutput("late")
     parameters = ours.activation(lambda x, slope: x * slope, parts=1, parameters=1)
-    with pytest.raises(OptionError, match="1 parameters; expected one without"):
-        ours.Activation(parameters)
+    cases = {
+        "read before it is made": lambda: ours.Sequential(*late)(x),
+        "nothing to add": lambda: ours.Sequential(ours.AddExtraInput())(x),
+        "an odd number of columns": lambda: ours.SwiGLU()(uniform(3, 25)),
+        "scales for nothing": lambda: ours.SReLU()(x, torch.ones(ROWS)),
+        "no scales": lambda: ours.ScaledSReLU()(x),
+        "parameters": lambda: ours.Activation(parameters),
+        **{
+            f"beta {b}": lambda b=b: ours.ScaledSiTUGLU(beta1=b)
+            for b in (0, -1.0, float("inf"), float("nan"))
+        },
+    }
+    golden(messages(cases))

@@ -248,21 +248,13 @@ def separate(module: GroupedLinear) -> dict[str, Tensor]:
     return {key: t.clone() for key, t in module.state_dict().items()}
 
 
-def set_each(module: GroupedLinear, state: dict[str, Tensor]) -> None:
-    for key, t in state.items():
-        setattr(module, key, nn.Parameter(t))
-
-
-def assign_each(module: GroupedLinear, state: dict[str, Tensor]) -> None:
-    for key, t in state.items():
-        module.load_state_dict({key: t}, strict=False, assign=True)
-
-
 FROM_META = {
     "to_empty": lambda m, state: m.to_empty(device="cpu").load_state_dict(state),
     "assign": lambda m, state: m.load_state_dict(state, assign=True),
-    "assign each": assign_each,
-    "set each": set_each,
+    "assign each": lambda m, state: [
+        m.load_state_dict({key: t}, strict=False, assign=True) for key, t in state.items()
+    ],
+    "set each": lambda m, state: [setattr(m, key, nn.Parameter(t)) for key, t in state.items()],
 }
 
 

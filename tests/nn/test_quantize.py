@@ -4,11 +4,13 @@ import weakref
 
 import pytest
 import torch
+from bad_calls import messages
+from experts import copied, same_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
 from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.errors import NonFiniteError, ShapeError
 from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.conversion import quantize as quantize_module
 
@@ -65,22 +67,6 @@ def test_nothing_is_replaced_when_a_weight_is_not_finite(bad):
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts"] * 2
 
 
-def test_a_size_that_is_no_multiple_of_16_names_the_module():
-    model = qwen3_moe(moe_intermediate_size=24)
-    with pytest.raises(ShapeError, match=r"model.layers.0.mlp.experts.*K = 24.*multiple of 16"):
-        fusion_moe.quantize_(model)
-    assert type(experts_of(model)[0]).__name__ == "Qwen3MoeExperts"
-
-
-def test_a_config_that_is_none():
-    with pytest.raises(
-        OptionError,
-        match=r"activation_format = 'nvfp44'; expected one of bf16, "
-        r"nvfp4, int8, fp8; did you mean 'nvfp4'",
-    ):
-        fusion_moe.NVFP4Config("nvfp44")
-
-
 @pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
 def test_a_model_without_memory(without_memory):
     with without_memory():
@@ -121,10 +107,7 @@ def test_a_call_that_was_interrupted_is_completed_by_another(monkeypatch, tokens
     monkeypatch.undo()
     assert [type(e).__name__ for e in experts_of(model)] == ["NVFP4Experts", "Qwen3MoeExperts"]
     fusion_moe.quantize_(model)
-    assert all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(model.parameters(), whole.parameters(), strict=True)
-    )
+    assert same_state(model.state_dict(), whole.state_dict())
 
 
 def test_filter_chooses_and_must_choose_something(caplog):
@@ -134,8 +117,6 @@ def test_filter_chooses_and_must_choose_something(caplog):
     model = qwen3_moe()
     fusion_moe.quantize_(model, filter_fn=second)
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
-    with pytest.raises(UnsupportedError, match="filter_fn or skip leaves all experts out"):
-        fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
     fusion_moe.quantize_(model, filter_fn=second)
     (said,) = caplog.messages
     assert said.endswith("are in nvfp4 already, and filter_fn or skip leaves the others out")
@@ -162,22 +143,35 @@ def test_a_module_of_two_names_is_replaced_under_both():
     assert isinstance(first, fusion_moe.NVFP4Experts)
 
 
-def test_a_model_without_experts_is_refused(golden):
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(2, 16, 16))
+class Layer(torch.nn.Module):
+    """No experts, though its weight is one of 3-D."""
 
-    said = []
-    for model in (
-        torch.nn.Linear(16, 16),
-        torch.nn.Sequential(Layer()),
-        experts_of(qwen3_moe())[0],
-    ):
-        with pytest.raises(UnsupportedError) as error:
-            fusion_moe.quantize_(model)
-        said.append(str(error.value))
-    golden("\n".join(said))
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 16, 16))
+
+
+def test_refusals(golden):
+    model, trained = qwen3_moe(), qwen3_moe()
+    fusion_moe.qat_(trained)
+    quantize_ = fusion_moe.quantize_
+    cases = {
+        "no experts": lambda: quantize_(torch.nn.Linear(16, 16)),
+        "a weight of experts": lambda: quantize_(torch.nn.Sequential(Layer())),
+        "no model": lambda: quantize_(experts_of(model)[0]),
+        "K": lambda: quantize_(qwen3_moe(moe_intermediate_size=24)),
+        "an activation format": lambda: fusion_moe.NVFP4Config("nvfp44"),
+        "a rule": lambda: fusion_moe.NVFP4Config(scales="mes"),
+        "a rule of another format": lambda: fusion_moe.MXFP4Config(scales="four_over_six"),
+        "a format": lambda: quantize_(model, "nvfp5"),
+        "a number": lambda: quantize_(model, 4),
+        "another format than trained for": lambda: quantize_(trained, "int4"),
+        "no experts left": lambda: quantize_(model, filter_fn=lambda module, name: False),
+        "all skipped": lambda: quantize_(model, skip=["model"]),
+        "a name of nothing": lambda: quantize_(model, skip=["*.layer.0.*"]),
+        "a name in place of a list": lambda: quantize_(model, skip="*.layers.0.*"),
+    }
+    golden(messages(cases))
 
 
 def test_weights_are_frozen_and_small():
@@ -240,19 +234,11 @@ def test_rules_for_scales_of_blocks(rule):
     assert torch.equal(
         module.state_dict()["gate_up_proj"][:, :32], quantize(gate, NVFP4, scales=rule).codes
     )
-    before = {key: t.clone() for key, t in module.state_dict().items()}
+    before = copied(module)
     fusion_moe.update_weights_(module, floats)  # by the module's own rule
-    assert all(
-        torch.equal(t.view(torch.uint8), before[key].view(torch.uint8))
-        for key, t in module.state_dict().items()
-    )
+    assert same_state(module.state_dict(), before)
     other = type(module).from_float(floats["gate_up_proj"], floats["down_proj"], scales=rule)
     assert torch.equal(other.state_dict()["down_proj"], want.codes)
-
-
-def test_a_rule_that_is_none():
-    with pytest.raises(OptionError, match=r"scales = 'mes'; expected one of max, four_over_six, m"):
-        fusion_moe.NVFP4Config(scales="mes")
 
 
 @pytest.mark.parametrize(("name", "rule"), FORMATS.items())
@@ -283,28 +269,8 @@ def test_formats(name, rule, tokens):
     assert off < (0.1 if name == "fp8" else 0.4)
 
 
-def test_formats_that_are_none():
-    names = "one of nvfp4, mxfp4, int4, fp8"
-    with pytest.raises(OptionError, match=f"config = 'nvfp5'; expected {names}; did you mean"):
-        fusion_moe.quantize_(qwen3_moe(), "nvfp5")
-    with pytest.raises(OptionError, match=rf"config = 4; expected {names}, NVFP4Config\(\)"):
-        fusion_moe.quantize_(qwen3_moe(), 4)
-    with pytest.raises(UnsupportedError, match=r"MXFP4Config: scales = 'four_over_six' for mxfp4"):
-        fusion_moe.MXFP4Config(scales="four_over_six")
-    model = qwen3_moe()
-    fusion_moe.qat_(model)
-    with pytest.raises(UnsupportedError, match=r"experts: .*, which becomes nvfp4; expected int4"):
-        fusion_moe.quantize_(model, "int4")
-
-
 def test_modules_are_skipped_by_name():
     model = qwen3_moe()
-    with pytest.raises(OptionError, match=r"skip = \['\*.layer.0.\*'\]; expected a list of names"):
-        fusion_moe.quantize_(model, skip=["*.layer.0.*"])
-    with pytest.raises(OptionError, match=r"skip = '\*.layers.0.\*'; expected a list"):
-        fusion_moe.quantize_(model, skip="*.layers.0.*")
-    with pytest.raises(UnsupportedError, match="filter_fn or skip leaves all experts out"):
-        fusion_moe.quantize_(model, skip=["model"])
     odd = torch.nn.Parameter(torch.randn(4, 64, 24))
     experts_of(model)[0].down_proj = odd
     experts_of(model)[0].gate_up_proj = torch.nn.Parameter(torch.randn(4, 48, 64))

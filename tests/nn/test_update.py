@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from experts import copied, experts, float_weights, routed, same_state
+from test_quantize import qwen3_moe
 from torch import Tensor, nn
 
 import fusion_moe
@@ -127,23 +127,7 @@ def test_models_of_many_modules_from_pairs():
 
 def test_a_model_of_transformers_from_one_in_floats():
     """Whose names are the same."""
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=H,
-        moe_intermediate_size=32,
-        num_experts=E,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-
-    def made(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
-
-    floats, served, fresh = made(7), made(0), made(7)
+    floats, served, fresh = (qwen3_moe(initializer_range=by) for by in (0.4, 0.2, 0.4))
     for m in (served, fresh):
         fusion_moe.quantize_(m)
     before = addresses(served)
