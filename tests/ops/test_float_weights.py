@@ -10,7 +10,6 @@ from fusions import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
-from test_autograd import kept_by
 from torch import Tensor
 
 import fusion_moe
@@ -216,22 +215,6 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(
             lambda y, scale, options=options: ops.scaled_swiglu(y, scale, **options), (y, scale)
         )
-
-
-def test_what_is_kept():
-    """Beside inputs FC1's result and 12 bytes a row and group of indices; nothing for what is
-    frozen, nothing twice.
-    """
-    given = layer(ROUTING, torch.bfloat16)
-    rows = ROUTING.ids.numel()
-    indices = [("int32", 6), ("int32", rows), ("int32", *ROUTING.ids.shape)]
-    assert kept_by(lambda: call(given), given) == []
-    wanted = {n: t.requires_grad_(n in FLOATS) for n, t in given.items()}
-    everything = ["x", "w", "gate_up", "down", "down_bias", *indices, ("bfloat16", rows, 2 * I)]
-    assert sorted(map(str, kept_by(lambda: call(wanted), given))) == sorted(map(str, everything))
-    frozen = {n: t.detach().requires_grad_(n in ("x", "w")) for n, t in given.items()}
-    activations = ["w", "gate_up", "down", "down_bias", *indices, ("bfloat16", rows, 2 * I)]
-    assert sorted(map(str, kept_by(lambda: call(frozen), frozen))) == sorted(map(str, activations))
 
 
 def test_compiled():

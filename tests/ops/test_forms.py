@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from ways import Called
 
 import fusion_moe
 from fusion_moe import options
@@ -129,25 +129,15 @@ def test_run_checks_each_form():
             OPS.run(text, [wrong], [size])
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = list[str]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_of_dispatch_see_the_operation(mode):
     experts, token = layer(), call()
     with mode():
         want = experts(*token)
-        with Seen() as seen:
+        with Called() as seen:
             got = experts(*token)
     assert got.equal(want)
-    assert seen.ops == ["fusion_moe.fused_experts.default"]
+    assert seen.names == ["fused_experts"]
 
 
 def test_remembered_starts_anew_when_it_is_full():
