@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,33 @@ def assert_same_bits(found: Sequence[Any], expected: Sequence[Any]) -> None:
     ]
     for a, b in zip(found, expected, strict=True):
         _assert_equal(bits(a), bits(b))
+
+
+def in_groups(fd: FusionDefinition, x: Value, offs: Value) -> tuple[Value, Value]:
+    """The rows of x in groups that end at offs; the ends."""
+    ends = fd.groups_of(offs, x.type.shape[0])
+    return fd.ops.partition(x, ends), ends
+
+
+def of_groups(name: str, **how: Any) -> Callable[..., Any]:
+    """What builds an operation on rows in groups: (fd, x, *others, offs) -> its result."""
+
+    def build(fd: FusionDefinition, x: Value, *given: Value) -> Any:
+        rows, ends = in_groups(fd, x, given[-1])
+        return getattr(fd.ops, name)(rows, *given[:-1], ends, **how)
+
+    return build
+
+
+class About:
+    """A decorator that says which kinds of operations a test is about."""
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+
+    def __call__(self, *kinds: str) -> Callable[[Any], Any]:
+        self.kinds |= set(kinds)
+        return lambda test: test
 
 
 def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str, dict[str, Any]]:

@@ -186,7 +186,11 @@ def test_operands_are_values_or_numbers(bad):
 
 
 @pytest.mark.parametrize(
-    "name", ["fd", "i0", "t12", "class", "a b", "a-b", "", CODE, "x" * 64, "µ", "inf", 3, None]
+    "name",
+    [
+        *("fd", "i0", "t12", "class", "lambda", "nan", "inf", "ceildiv", "a b", "a-b", "x = 1"),
+        *("1", "", CODE, "x" * 64, "µ", 3, None),
+    ],
 )
 def test_names_are_what_kernels_can_be_written_with(name):
     fd = FusionDefinition()

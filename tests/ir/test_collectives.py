@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bad_calls import messages
 from fusions import assert_same_bits, fusion_of_call, round_trip
 
 import fusion_moe
@@ -223,22 +224,23 @@ def test_what_peers_cannot_be_beside():
             call()
 
 
-def test_products_and_routes_take_no_rows_of_ranks():
-    """Their groups do not follow each other."""
+def test_rows_of_ranks(golden):
+    """Their groups do not follow each other: products and routes take none, and sums are those of
+    one dispatch.
+    """
     fd = FusionDefinition()
-    ranks = fd.define_groups("s", 2, stride=8)
+    ranks, of = fd.define_groups("s", 2, stride=8), fd.define_groups("g", 2)
     x = fd.define_tensor(shape=[16 / ranks, 32], dtype="f32")
     w = fd.define_tensor(shape=[2, 32, 32], dtype="f32")
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=ranks)
-    with pytest.raises(FusionError, match="begin at multiples of 8 rows"):
-        fd.ops.grouped_mm(x, w, ends)
-    with pytest.raises(FusionError, match="begin at multiples of 8 rows"):
-        fd.ops.route(fd.define_tensor(shape=[8, 2], dtype="i64"), groups=ranks)
-    of = fd.define_groups("g", 2)
     shapes = ([8, 32], "f32"), ([8, 2], "i64"), ([8, 2], "f32"), ([6], "i64")
     given = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
-    with pytest.raises(FusionError, match="follow each other"):
-        fd.ops.dispatch(*given, groups=of, experts=4, group="g")
+    cases = {
+        "a product": lambda: fd.ops.grouped_mm(x, w, ends),
+        "a route": lambda: fd.ops.route(given[1], groups=ranks),
+        "a dispatch": lambda: fd.ops.dispatch(*given, groups=of, experts=4, group="g"),
+    }
+    golden(messages(cases))
 
 
 def test_sums_are_those_of_a_dispatch():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from bad_calls import messages
-from fusions import G, assert_same_bits, evaluate, inputs_of
+from fusions import About, G, assert_same_bits, evaluate, in_groups, inputs_of, of_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pointwise import BINARY, UNARY, sample
@@ -23,21 +23,11 @@ from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.kinds.collectives import PEERS, holders
 from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 
-CASES: dict[str, set[str]] = {}
-
-
-def about(*kinds):
-    def note(test):
-        CASES[getattr(test, "__name__", str(test))] = set(kinds)
-        return test
-
-    return note
+about = About()
 
 
 def test_every_derivative_has_a_case():
-    assert {name for name, kind in KINDS.items() if kind.grad} - set().union(
-        *CASES.values()
-    ) == set()
+    assert {name for name, kind in KINDS.items() if kind.grad} <= about.kinds
 
 
 def gradients(build, tensors, wrt, seed=0):
@@ -316,13 +306,6 @@ def _loop(partition, a, w):
     return out
 
 
-def _rows(fd, partition, a, offs):
-    ends = fd.ops.ends(
-        offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
-    )
-    return fd.ops.partition(a, ends), ends
-
-
 # a loop of autograd's over more groups takes long
 SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)
 FEW = settings(max_examples=8)
@@ -335,7 +318,7 @@ def test_zero_rest(partition: Partition):
     kept = torch.arange(partition.rows)[:, None] < sum(partition.sizes)
     a = torch.randn(partition.rows, 5)
     check(
-        lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, partition, a, offs)),
+        of_groups("zero_rest"),
         lambda a, offs: a * kept,
         a,
         partition.ends,
@@ -343,32 +326,20 @@ def test_zero_rest(partition: Partition):
     )
 
 
-@about("grouped_mm", "partition")
+@about("grouped_mm", "grouped_mm_t", "partition")
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_t"])
 @FEW
 @given(SMALL)
-def test_grouped_mm_with_float_weights(partition: Partition):
-    w = torch.randn(len(partition.sizes), 4, 5)
-    _check_product("grouped_mm", partition, w, lambda a, w, offs: _loop(partition, a, w))
+def test_grouped_mm_with_float_weights(name, partition: Partition):
+    """Stored either way, in both floats that derivatives are compared in."""
+    a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 4, 5)
+    w = w if name == "grouped_mm" else w.mT.contiguous()
 
+    def plain(a, w, offs):
+        return _loop(partition, a, w if name == "grouped_mm" else w.mT)
 
-@about("grouped_mm_t")
-@FEW
-@given(SMALL)
-def test_grouped_mm_with_weights_stored_the_other_way(partition: Partition):
-    w = torch.randn(len(partition.sizes), 5, 4)
-    _check_product("grouped_mm_t", partition, w, lambda a, w, offs: _loop(partition, a, w.mT))
-
-
-def _check_product(op: str, partition: Partition, w, plain):
-    """In both floats that derivatives are compared in."""
-
-    def build(fd, a, w, offs):
-        rows, ends = _rows(fd, partition, a, offs)
-        return getattr(fd.ops, op)(rows, w, ends)
-
-    a = torch.randn(partition.rows, 5)
-    check(build, plain, a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
-    check(build, plain, a.double(), w.double(), partition.ends, wrt=(0, 1))
+    check(of_groups(name), plain, a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
+    check(of_groups(name), plain, a.double(), w.double(), partition.ends, wrt=(0, 1))
 
 
 @about("grouped_mm")
@@ -378,7 +349,7 @@ def test_grouped_mm_with_frozen_weights(partition: Partition):
     q = quantize(torch.randn(len(partition.sizes), 4, 16), NVFP4)
 
     def build(fd, a, offs, *parts):
-        rows, ends = _rows(fd, partition, a, offs)
+        rows, ends = in_groups(fd, a, offs)
         return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
 
     w = dequantize(q).double()
@@ -399,7 +370,7 @@ def test_a_master_gets_the_gradient_of_a_weight(how, partition: Partition):
     q = quantize(master + 1, NVFP4)
 
     def build(fd, a, master, offs, *parts):
-        rows, ends = _rows(fd, partition, a, offs)
+        rows, ends = in_groups(fd, a, offs)
         w = fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
         y = fd.ops.grouped_mm(rows, fd.ops.straight_through(w, master, how=how), ends)
         return fd.ops.mul(y, y)
@@ -452,17 +423,13 @@ def test_quantize_is_straight_through():
 @FEW
 @given(SMALL)
 def test_group_add_and_mul(name, function, outside, partition: Partition):
-    def build(fd, y, table, offs):
-        rows, ends = _rows(fd, partition, y, offs)
-        return getattr(fd.ops, name)(rows, table, ends)
-
     def plain(y, table, offs):
         groups = [g for g, rows in partition.runs for _ in range(rows.stop - rows.start)]
         group = torch.tensor(groups + [len(partition.sizes)] * partition.spare, dtype=torch.long)
         return function(y, torch.cat([table, table.new_full((1, 3), outside)])[group])
 
     check(
-        build,
+        of_groups(name),
         plain,
         torch.randn(partition.rows, 3),
         torch.randn(len(partition.sizes), 3),

@@ -10,7 +10,8 @@ import fp8_block
 import mxfp8
 import pytest
 import torch
-from fusions import assert_same_bits, evaluate
+from bad_calls import messages
+from fusions import assert_same_bits, evaluate, in_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routings import Partition, partitions
@@ -26,8 +27,7 @@ from fusion_moe.encodings import (
     dequantize,
     quantize,
 )
-from fusion_moe.errors import DtypeError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.ir.types import DTYPES
@@ -210,16 +210,12 @@ def test_products_that_a_target_multiplies_as_codes(by_columns):
     """Forward, dgrad on turned weights, and wgrad on turned rows, some of them saved so, mean what
     they did.
     """
-    fd = FusionDefinition()
-    x = fd.define_tensor(shape=[-1, 256], dtype="bf16")
-    offs = fd.define_tensor(shape=[5], dtype="i32")
-    weight = fd.define_tensor(shape=[5, 128, 256], dtype="bf16", role="weight")
-    ends = fd.groups_of(offs, x.type.shape[0])
-    fd.add_output(eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "fp8_block"))
-    derivative = differentiate(fd.fusion(), (0, 2), by_columns=by_columns)
+    fd, *of_product = given_product(256, 128, groups=5)
+    fd.add_output(eight_bits.product(fd, *of_product, "fp8_block"))
+    derivative = differentiate(fd.fusion(), (0, 1), by_columns=by_columns)
     g = torch.Generator().manual_seed(0)
     rows, dy = (torch.randn(LAYER.rows, n, generator=g) for n in (256, 128))
-    given_ = rows.bfloat16(), LAYER.ends, torch.randn(5, 128, 256, generator=g).bfloat16()
+    given_ = rows.bfloat16(), torch.randn(5, 128, 256, generator=g).bfloat16(), LAYER.ends
     read = [*derivative.read(given_, derivative.forward.evaluate(*given_)), dy]
     for fusion, inputs, backward in (
         (derivative.forward, given_, False),
@@ -261,79 +257,45 @@ def test_blocks_begin_at_each_group(partition, encoding):
     assert not numbers[past].any()
 
 
-@pytest.mark.parametrize(("k", "n"), [(64, 96), (64, 33), (48, 96)])
-def test_sizes(k, n):
+def given_product(
+    k: int = 64, n: int = 64, groups: int = 2
+) -> tuple[FusionDefinition, Value, Value, Value]:
+    """A definition with rows in groups, weights and ends."""
     fd = FusionDefinition()
-    x, offs = (
-        fd.define_tensor(shape=[-1, k], dtype="bf16"),
-        fd.define_tensor(shape=[2], dtype="i32"),
-    )
-    weight = fd.define_tensor(shape=[2, n, k], dtype="bf16")
-    ends = fd.groups_of(offs, x.type.shape[0])
-    if (k, n) == (64, 96):
-        eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "mxfp8")
-        return
-    wrong = f"N = {n}" if n == 33 else f"K = {k}"
-    with pytest.raises(ShapeError, match=f"{wrong}; expected a multiple of 32"):
-        eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "mxfp8")
+    x, weight = (fd.define_tensor(shape=s, dtype="bf16") for s in ([-1, k], [groups, n, k]))
+    rows, ends = in_groups(fd, x, fd.define_tensor(shape=[groups], dtype="i32"))
+    return fd, rows, weight, ends
 
 
-def test_blocks_lie_along_what_is_contracted():
-    fd = FusionDefinition()
-    x, offs = (
-        fd.define_tensor(shape=[-1, 64], dtype="bf16"),
-        fd.define_tensor(shape=[2], dtype="i32"),
-    )
-    weight = fd.define_tensor(shape=[2, 64, 64], dtype="bf16")
-    ends = fd.groups_of(offs, x.type.shape[0])
-    rows = fd.partition_by(x, ends)
-    along, across = (
-        fd.ops.quantize(rows, encoding="mxfp8"),
-        fd.ops.quantize(rows, ends, encoding="mxfp8_columns"),
-    )
+def test_refusals(golden):
+    """Blocks lie along what is contracted, and divide it; of what was packed elsewhere there are no
+    gradients.
+    """
+
+    def product(n: int, k: int) -> Value:
+        fd, *operands = given_product(k, n)
+        return eight_bits.product(fd, *operands, "mxfp8")
+
+    fd, rows, weight, ends = given_product()
+    along = fd.ops.quantize(rows, encoding="mxfp8")
+    across = fd.ops.quantize(rows, ends, encoding="mxfp8_columns")
     w, w_across = (fd.ops.quantize(weight, encoding=e.name) for e in (MXFP8, MXFP8_COLUMNS))
-    for kind, operands in (
-        ("grouped_mm", (along, w_across)),
-        ("grouped_mm_t", (along, w)),
-        ("grouped_outer", (across, along)),
-    ):
-        with pytest.raises(DtypeError, match="blocks along what is contracted"):
-            getattr(fd.ops, kind)(*operands, ends)
-    with pytest.raises(DtypeError, match="a is mxfp8_columns"):
-        fd.ops.grouped_mm(across, w, ends)
-    with pytest.raises(
-        OptionError,
-        match=r"wgrad = 'f32' of a product on mxfp8; expected one of "
-        r"'mxfp8', 'bf16'",
-    ):
-        fd.ops.grouped_mm(along, w, ends, wgrad="f32")
-    with pytest.raises(
-        OptionError,
-        match=r"wgrad = 'bf16' of a product on bf16; expected "
-        r"one of ''",
-    ):
-        fd.ops.grouped_mm(rows, weight, ends, wgrad="bf16")
-    with pytest.raises(ShapeError, match="0 operands beside x"):
-        fd.ops.quantize(rows, encoding="mxfp8_columns")
-
-
-def test_frozen_copies_have_no_derivative():
-    """Gradients are those of floats: of what was packed elsewhere there are none."""
-    fd = FusionDefinition()
-    x, offs = (
-        fd.define_tensor(shape=[-1, 64], dtype="bf16"),
-        fd.define_tensor(shape=[2], dtype="i32"),
-    )
-    parts = [
-        fd.define_tensor(shape=[2, 96, n], dtype=dtype)
-        for n, dtype in ((64, "f8e4m3"), (2, "f8e8m0"))
-    ]
-    ends = fd.groups_of(offs, x.type.shape[0])
-    a = fd.ops.quantize(fd.partition_by(x, ends), encoding="mxfp8")
-    fd.add_output(
-        fd.ops.grouped_mm(
-            a, fd.ops.pack(*parts, encoding="mxfp8", layout="linear"), ends, wgrad="bf16"
-        )
-    )
-    with pytest.raises(UnsupportedError, match="the derivative of a product of mxfp8"):
-        differentiate(fd.fusion(), (0,))
+    shapes = ([2, 64, 64], "f8e4m3"), ([2, 64, 2], "f8e8m0")
+    parts = [fd.define_tensor(shape=s, dtype=d) for s, d in shapes]
+    frozen = fd.ops.pack(*parts, encoding="mxfp8", layout="linear")
+    fd.add_output(fd.ops.grouped_mm(along, frozen, ends, wgrad="bf16"))
+    fusion = fd.fusion()
+    assert product(96, 64)
+    cases = {
+        "N": lambda: product(33, 64),
+        "K": lambda: product(96, 48),
+        "a weight across": lambda: fd.ops.grouped_mm(along, w_across, ends),
+        "a weight along": lambda: fd.ops.grouped_mm_t(along, w, ends),
+        "rows along": lambda: fd.ops.grouped_outer(across, along, ends),
+        "rows across": lambda: fd.ops.grouped_mm(across, w, ends),
+        "wgrad": lambda: fd.ops.grouped_mm(along, w, ends, wgrad="f32"),
+        "wgrad of bf16": lambda: fd.ops.grouped_mm(rows, weight, ends, wgrad="bf16"),
+        "no ends": lambda: fd.ops.quantize(rows, encoding="mxfp8_columns"),
+        "frozen copies": lambda: differentiate(fusion, (0,)),
+    }
+    golden(messages(cases))

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from fusions import assert_same_bits, evaluate
+from fusions import About, assert_same_bits, evaluate, in_groups, of_groups
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
@@ -22,25 +22,14 @@ from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.layouts import W16X64
 
-CASES: dict[str, set[str]] = {}  # the kinds that each test is about
 NAN = float("nan")
-
-
-def about(*kinds):
-    """States which kinds a test is about."""
-
-    def note(test):
-        CASES[getattr(test, "__name__", str(test))] = set(kinds)
-        return test
-
-    return note
+about = About()
 
 
 def test_every_kind_has_a_case():
     """Or is in test_collectives.py."""
     kinds = {name for name, kind in KINDS.items() if kind.role != "collective"}
-    assert kinds - set().union(*CASES.values()) == set()
-    assert set().union(*CASES.values()) - kinds == set()
+    assert about.kinds == kinds
 
 
 def run(build, *tensors, groups=None):
@@ -240,18 +229,14 @@ def test_logsumexp(dtype):
 
 @about("ends", "partition")
 def test_ends_are_seen_to_be_ends():
-    def build(fd, x, offs):
-        ends = fd.ops.ends(offs, rows=5, groups=fd.define_groups("g", 3))
-        return fd.ops.partition(x, ends), ends
-
     x = torch.randn(5, 2)
     for good in ([0, 3, 5], [0, 0, 0], [5, 5, 5], [1, 2, 4]):
-        rows, ends = run(build, x, torch.tensor(good, dtype=torch.int32))
+        rows, ends = run(in_groups, x, torch.tensor(good, dtype=torch.int32))
         assert rows.equal(x)
         assert ends.tolist() == good
     for bad in ([0, 3, 6], [-1, 0, 5], [3, 2, 5]):
         with pytest.raises(GroupsError):
-            run(build, x, torch.tensor(bad, dtype=torch.int32))
+            run(in_groups, x, torch.tensor(bad, dtype=torch.int32))
 
 
 @about("ends", "route")
@@ -314,15 +299,9 @@ def test_rows_are_partitioned_once():
 @about("zero_rest")
 @given(partitions())
 def test_zero_rest(partition: Partition):
-    def build(fd, x, offs):
-        ends = fd.ops.ends(
-            offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
-        )
-        return fd.ops.zero_rest(fd.ops.partition(x, ends), ends)
-
     x = torch.randn(partition.rows, 3)
     x[sum(partition.sizes) :] = NAN
-    (found,) = run(build, x, partition.ends)
+    (found,) = run(of_groups("zero_rest"), x, partition.ends)
     assert found[: sum(partition.sizes)].equal(x[: sum(partition.sizes)])
     assert not found[sum(partition.sizes) :].any()
 
@@ -585,13 +564,6 @@ def packed(fd, *parts):
     return fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
 
 
-def partitioned_rows(fd, partition, x, offs):
-    ends = fd.ops.ends(
-        offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes))
-    )
-    return fd.ops.partition(x, ends), ends
-
-
 @about("grouped_mm", "grouped_mm_t", "pack")
 @given(partitions(), st.sampled_from(("f32", "bf16")), st.sampled_from((0, 1, 2)), st.booleans())
 def test_products_with_nvfp4_weights(partition: Partition, dtype, runs, transposed):
@@ -603,7 +575,7 @@ def test_products_with_nvfp4_weights(partition: Partition, dtype, runs, transpos
     a[sum(partition.sizes) :] = NAN  # rows of no group are not read
 
     def build(fd, a, offs, *parts):
-        rows, ends = partitioned_rows(fd, partition, a, offs)
+        rows, ends = in_groups(fd, a, offs)
         return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(
             rows, packed(fd, *parts), ends
         )
@@ -633,7 +605,7 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
     )
 
     def build(fd, a, offs, codes, linear, swizzled, decode, turned):
-        rows, ends = partitioned_rows(fd, partition, a, offs)
+        rows, ends = in_groups(fd, a, offs)
         kind = fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm
         other = fd.ops.pack(
             turned, swizzled, decode, encoding="nvfp4", layout="sf128x4", transposed=True
@@ -651,7 +623,7 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
 
 def test_a_product_says_how_its_weight_is_stored():
     def build(fd, a, offs, codes, scale, decode):
-        rows, ends = partitioned_rows(fd, Partition((2, 3), 0), a, offs)
+        rows, ends = in_groups(fd, a, offs)
         return fd.ops.grouped_mm(
             rows, fd.ops.pack(codes, scale, decode, encoding="nvfp4", layout="sf128x4"), ends
         )
@@ -687,7 +659,7 @@ def test_products_of_small_integers_are_exact(partition: Partition):
     a[sum(partition.sizes) :] = b[sum(partition.sizes) :] = NAN
 
     def build(fd, a, b, w, offs):
-        a, ends = partitioned_rows(fd, partition, a, offs)
+        a, ends = in_groups(fd, a, offs)
         b = fd.ops.partition(b, ends)
         return (
             fd.ops.grouped_mm(a, w, ends),
@@ -755,11 +727,7 @@ def test_group_sum(dtype, partition: Partition):
         dtype
     )
     y[sum(partition.sizes) :] = NAN
-
-    def build(fd, y, offs):
-        return fd.ops.group_sum(*partitioned_rows(fd, partition, y, offs))
-
-    (found,) = run(build, y, partition.ends)
+    (found,) = run(of_groups("group_sum"), y, partition.ends)
     assert found.dtype == torch.float32
     assert found.tolist() == [y[rows].double().sum(0).tolist() for _, rows in partition.runs]
 
@@ -769,12 +737,7 @@ def test_group_sum(dtype, partition: Partition):
 @given(partitions())
 def test_group_add_and_mul(name, ufunc, partition: Partition):
     y, table = torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3)
-
-    def build(fd, y, table, offs):
-        rows, ends = partitioned_rows(fd, partition, y, offs)
-        return getattr(fd.ops, name)(rows, table, ends)
-
-    (found,) = run(build, y, table, partition.ends)
+    (found,) = run(of_groups(name), y, table, partition.ends)
     want = y.numpy().copy()
     for g, rows in partition.runs:
         want[rows] = ufunc(want[rows], table.numpy()[g])
@@ -840,7 +803,7 @@ def test_codes_by_columns(partition):
     codes = codes.view(torch.float8_e4m3fn)
 
     def build(fd, codes, offs):
-        rows, ends = partitioned_rows(fd, partition, codes, offs)
+        rows, ends = in_groups(fd, codes, offs)
         turned = fd.ops.turn_runs(rows, ends)
         return turned, fd.ops.turn_back(turned, ends, rows=rows.type.shape[0])
 
@@ -878,11 +841,7 @@ def test_grouped_swizzle(partition: Partition):
     scale = torch.randint(
         0, 127, (partition.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
     )
-
-    def build(fd, x, offs):
-        rows, ends = partitioned_rows(fd, partition, x, offs)
-        return fd.ops.grouped_swizzle(rows, ends, layout="sf128x4")
-
+    build = of_groups("grouped_swizzle", layout="sf128x4")
     (found,) = run(build, scale.view(torch.float8_e4m3fn), partition.ends)
     want = torch.cat([loops.swizzled(scale[rows][None])[0] for _, rows in partition.runs])
     stored = found.view(torch.uint8)

@@ -66,16 +66,6 @@ def test_inputs_that_no_tensor_is(arguments, error):
         FusionDefinition().define_tensor(**arguments)
 
 
-@pytest.mark.parametrize(
-    "name", ["t0", "i17", "fd", "nan", "ceildiv", "a b", "", "lambda", "x = 1", "1"]
-)
-def test_names_that_a_text_cannot_use(name):
-    with pytest.raises(FusionError, match="name"):
-        FusionDefinition().define_size(name)
-    with pytest.raises(FusionError, match="name"):
-        FusionDefinition().define_groups(name, 4)
-
-
 def test_a_name_is_given_once():
     fd = FusionDefinition()
     fd.define_size("m")

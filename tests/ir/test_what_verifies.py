@@ -5,6 +5,7 @@ every dtype and encoding.
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import product
 
 import pytest
@@ -140,9 +141,13 @@ def programs(name):
     for operands, attributes in FORMS[name]:
         shapes = [i for i, o in enumerate(operands) if o in (ROWS, RANKED) or isinstance(o, tuple)]
         for attrs in attributes:
+            for_all = definition()
             for dtypes in product(stored_in(name, attrs), repeat=len(shapes)):
+                given = dict(zip(shapes, dtypes, strict=True))
                 try:
-                    yield program(name, operands, dict(zip(shapes, dtypes, strict=True)), attrs)
+                    if "groups" not in attrs:  # most are refused: without a definition for each
+                        results(name, operands, given, attrs, *for_all)
+                    yield program(name, operands, given, attrs)
                 except Error:
                     continue
 
@@ -159,26 +164,37 @@ def stored_in(name, attrs):
     return ["bf16", *(n for n, dtype in DTYPES.items() if dtype in of_parts and n != "bf16")]
 
 
-def program(name, operands, dtypes, attrs):
+def definition():
+    """A definition, and its operands, each made once."""
     fd = FusionDefinition()
     groups, ranks = fd.define_groups("g", 2), fd.define_groups("s", 1, stride=32)
-    values = list(operands)
-    for i, o in enumerate(operands):
-        if o == ENDS:
-            values[i] = fd.define_tensor(shape=[2], dtype="i32", ends=groups)
-        elif o == OF_RANKS:
-            values[i] = fd.define_tensor(shape=[1], dtype="i32", ends=ranks)
-        elif o == SLOTS_OF_RANKS:
-            values[i] = fd.define_tensor(shape=[32 / ranks, 2], dtype="i32")
-        elif i in dtypes:
-            rows = {ROWS: [32 / groups, 32], RANKED: [32 / ranks, 32]}
-            values[i] = fd.define_tensor(shape=rows.get(o, o), dtype=dtypes[i])
+    ends, rows = {ENDS: groups, OF_RANKS: ranks}, {ROWS: groups, RANKED: ranks}
+
+    @cache
+    def operand(i, o, dtype):
+        if o in ends:
+            return fd.define_tensor(shape=[ends[o].count], dtype="i32", ends=ends[o])
+        if o == SLOTS_OF_RANKS:
+            return fd.define_tensor(shape=[32 / ranks, 2], dtype="i32")
+        shape = [32 / rows[o], 32] if o in rows else o
+        return o if dtype is None else fd.define_tensor(shape=shape, dtype=dtype)
+
+    return fd, groups, operand
+
+
+def results(name, operands, dtypes, attrs, fd, groups, operand):
     counts = attrs.get("groups", ())
     counts = counts if isinstance(counts, tuple) else (counts,)
     made = {"groups": fd.define_groups("made", *counts)} if counts else {}
     made |= {"rows": 32 / groups} if attrs.get("rows") == ROWS else {}
-    results = getattr(fd.ops, name)(*values, **{**attrs, **made})
-    for v in results if isinstance(results, tuple) else (results,):
+    values = (operand(i, o, dtypes.get(i)) for i, o in enumerate(operands))
+    found = getattr(fd.ops, name)(*values, **{**attrs, **made})
+    return found if isinstance(found, tuple) else (found,)
+
+
+def program(name, operands, dtypes, attrs):
+    fd, *others = definition()
+    for v in results(name, operands, dtypes, attrs, fd, *others):
         fd.add_output(v)
     return fd.fusion()
 
