@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
+from bad_calls import messages
 from method_layers import expected
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.lora import LoRAConfig
@@ -37,9 +38,7 @@ from fusion_moe.checkpoints.schemes import Direction
 from fusion_moe.encodings import FP8, NVFP4, Quantized, quantize
 from fusion_moe.errors import (
     CheckpointError,
-    DtypeError,
     NonFiniteError,
-    ShapeError,
     UnsupportedError,
 )
 from fusion_moe.ir.activation import read
@@ -139,12 +138,6 @@ def test_what_vllm_has_no_experts_for_on_cpus() -> None:
     assert all(map(_nvfp4_on_cpu, (NVFP4_CONFIG, compressed)))
     others = {"quant_method": "mxfp4"}, {"quant_method": "fp8"}
     assert not any(map(_nvfp4_on_cpu, (*others, compressed | {"format": "pack-quantized"})))
-
-
-def test_a_directory_in_floating_point() -> None:
-    assert FusionMoeConfig.get_config_filenames() == []  # vLLM then makes one without arguments
-    with pytest.raises(UnsupportedError, match="fusion-moe quantize"):
-        FusionMoeConfig()
 
 
 def test_another_version_of_vllm(caplog, monkeypatch) -> None:
@@ -250,64 +243,21 @@ def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.get_quant_method(owner, "layers.0.ffn.experts") == "vLLM's"
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        ({"quant_method": "mxfp8"}, "quant_method 'mxfp8'"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo FP8_PB_WO"),
-    ],
-)
-def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=f"{found}; expected ModelOpt's NVFP4.*; leave out --quantization"
-    ):
-        FusionMoeConfig.from_config(config)
-
-
 def test_layers_that_are_served() -> None:
     need_served(layer())
     need_served(layer(swiglu_limit=7.0))
     need_served(layer(moe_parallel_config=parallel(ep_size=2)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        *(
-            pytest.param(
-                {"moe_parallel_config": parallel(dp_size=2, **more)},
-                "ranks that have tokens of their own, .* in place of --data-parallel",
-                marks=on_cpus,
-            )
-            for more in ({"ep_size": 2}, {})
-        ),
-        ({"moe_backend": "marlin"}, "--moe-backend marlin, .*; leave out one"),
-    ],
-)
-def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
-    with pytest.raises(UnsupportedError, match=found):
-        need_served(layer(**changes))
-
-
-def test_ranks_that_come_and_go_are_refused() -> None:
-    made = VllmConfig()
-    made.parallel_config.enable_elastic_ep = True
-    with (
-        set_current_vllm_config(made),
-        pytest.raises(UnsupportedError, match="--enable-elastic-ep; .*; leave it out"),
-    ):
-        need_served(layer())
-
-
-def with_adapters(**options: Any) -> Any:
-    """A configuration of vLLM with --enable-lora, in force."""
+def with_adapters(**options: Any) -> VllmConfig:
+    """A configuration of vLLM with --enable-lora."""
     made = VllmConfig()
     made.lora_config = LoRAConfig(lora_dtype="bfloat16", **options)
-    return set_current_vllm_config(made)
+    return made
 
 
 def test_adapters_are_this_librarys_for_its_experts() -> None:
-    with with_adapters():
+    with set_current_vllm_config(with_adapters()):
         need_served(layer(is_lora_enabled=True))
         need_served(layer(is_lora_enabled=True))
     names = [cls.__name__ for cls in lora_utils._all_lora_classes]
@@ -323,24 +273,6 @@ def test_adapters_are_this_librarys_for_its_experts() -> None:
         and cls.can_replace_layer(others, LoRAConfig(), ["w1", "w3"])
     ]
     assert found == ["vllm.lora.layers.fused_moe"]
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "found"),
-    [
-        ({"fully_sharded_loras": True}, {}, "--fully-sharded-loras"),
-        ({"enable_moe_shared_loras": True}, {}, "--enable-moe-shared-loras"),
-        ({}, {"enable_eplb": True}, "--enable-eplb"),
-    ],
-)
-def test_adapters_that_are_refused(
-    options: dict[str, Any], changes: dict[str, Any], found: str
-) -> None:
-    with (
-        with_adapters(**options),
-        pytest.raises(UnsupportedError, match=f"--enable-lora with {found}; expected whole"),
-    ):
-        need_served(layer(is_lora_enabled=True, moe_parallel_config=parallel(**changes)))
 
 
 @pytest.mark.parametrize(("slices", "alternate"), [(2, False), (2, True), (1, False)])
@@ -404,29 +336,24 @@ def test_adapters_of_padded_weights() -> None:
     assert [torch.equal(*rows) for rows in zip(zeros, found, strict=True)] == [False, True, False]
 
 
-def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_tokens_of_their_own_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, golden: Callable[[str], None]
+) -> None:
     """vLLM gathers tokens before `apply`, and adds up what ranks return, in one way of several."""
     monkeypatch.setattr(
         "fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False)
     )
     need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
-    with pytest.raises(
-        UnsupportedError,
-        match="--all2all-backend deepep_low_latency; expected "
-        "allgather_reducescatter; leave it out",
-    ):
-        need_served(
-            layer(
-                moe_parallel_config=parallel(
-                    ep_size=2, dp_size=2, all2all_backend="deepep_low_latency"
-                )
-            )
+    other = parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")
+    prefill = parallel(ep_size=2, pcp_size=2)
+    golden(
+        messages(
+            {
+                "another exchange": lambda: need_served(layer(moe_parallel_config=other)),
+                "prefill": lambda: need_served(layer(moe_parallel_config=prefill)),
+            }
         )
-    with pytest.raises(
-        UnsupportedError,
-        match="prefill context parallelism; .* without --prefill-context-parallel-size",
-    ):
-        need_served(layer(moe_parallel_config=parallel(ep_size=2, pcp_size=2)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -494,35 +421,9 @@ def test_every_activation_is_served_or_refused(pretended_gpu: None) -> None:
         activation_of(layer(activation=MoEActivation.RELU2), 0)
 
 
-@pytest.mark.parametrize("name", ["SILU", "SWIGLUOAI_UNINTERLEAVE", "GELU"])
-def test_activations_of_interleaved_rows_that_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="experts with activation .*; expected 'swigluoai'"):
-        activation_of(layer(activation=MoEActivation[name]), 1)
-
-
-def test_int4_in_float16_is_refused() -> None:
-    FusionMoeInt4Method(layer())
-    with pytest.raises(
-        DtypeError,
-        match="INT4 in a model in float16; expected bfloat16 or float32; --dtype bfloat16",
-    ):
-        FusionMoeInt4Method(layer(in_dtype=torch.float16))
-
-
 def experts_method(**changes: Any) -> Any:
     config = FusionMoeConfig.from_config(NVFP4_CONFIG)
     return config.FusedMoEMethodCls(config, layer(**changes))
-
-
-def test_sizes_off_the_block_are_refused() -> None:
-    owner = SimpleNamespace(layer_name="experts", expert_map=None)
-    with pytest.raises(
-        ShapeError,
-        match="experts: intermediate size 24; expected a multiple of 16.*--tensor-parallel-size",
-    ):
-        experts_method().create_weights(owner, 4, 64, 24, torch.bfloat16)
-    with pytest.raises(ShapeError, match="experts: hidden size 40"):
-        experts_method().create_weights(owner, 4, 40, 32, torch.bfloat16)
 
 
 def weights(experts: int = 4) -> tuple[Any, Any]:
@@ -600,15 +501,60 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
 def test_placements_of_experts() -> None:
     assert first_expert(None, "") is None
     assert [first_expert(determine_expert_map(3, rank, 7)[1], "") for rank in range(3)] == [0, 3, 5]
-    with pytest.raises(
-        UnsupportedError,
-        match="layer 3: experts 0, 2 on a rank; expected some that follow .*-strategy linear",
+
+
+def test_what_is_refused(golden: Callable[[str], None]) -> None:
+    assert FusionMoeConfig.get_config_filenames() == []  # vLLM then makes one without arguments
+    FusionMoeInt4Method(layer())
+
+    def with_config(lora: dict[str, Any] | None = None, **changes: Any) -> None:
+        made = with_adapters(**lora) if lora is not None else VllmConfig()
+        made.parallel_config.enable_elastic_ep = lora is None
+        with set_current_vllm_config(made):
+            need_served(layer(**changes))
+
+    of_rows, adapters = {}, {}
+    for name in "SILU", "SWIGLUOAI_UNINTERLEAVE", "GELU":
+        moe = layer(activation=MoEActivation[name])
+        of_rows[f"{name} of rows that take turns"] = partial(activation_of, moe, 1)
+    for lora, changes in (
+        ({"fully_sharded_loras": True}, {}),
+        ({"enable_moe_shared_loras": True}, {}),
+        ({}, {"enable_eplb": True}),
     ):
-        first_expert(determine_expert_map(2, 0, 4, "round_robin")[1], "layer 3")
-    with pytest.raises(UnsupportedError, match="experts none on a rank"):
-        first_expert(determine_expert_map(3, 2, 2)[1], "")
-    with pytest.raises(UnsupportedError, match="experts 1, 2 on a rank"):
-        first_expert(torch.tensor([-1, 1, 0]), "")
+        ranks = parallel(**changes)
+        adapters[f"adapters, {lora | changes}"] = partial(
+            with_config, lora, is_lora_enabled=True, moe_parallel_config=ranks
+        )
+    owner = SimpleNamespace(layer_name="experts", expert_map=None)
+    make, read_config = experts_method().create_weights, FusionMoeConfig.from_config
+    by_turns, empty = determine_expert_map(2, 0, 4, "round_robin")[1], determine_expert_map(3, 2, 2)
+    golden(
+        messages(
+            {
+                "a directory in floating point": FusionMoeConfig,
+                "mxfp8": lambda: read_config({"quant_method": "mxfp8"}),
+                "FP8_PB_WO": lambda: read_config(NVFP4_CONFIG | {"quant_algo": "FP8_PB_WO"}),
+                "another backend": lambda: need_served(layer(moe_backend="marlin")),
+                "ranks that come and go": with_config,
+                **adapters,
+                **of_rows,
+                "INT4 in float16": lambda: FusionMoeInt4Method(layer(in_dtype=torch.float16)),
+                "I": lambda: make(owner, 4, 64, 24, torch.bfloat16),
+                "H": lambda: make(owner, 4, 40, 32, torch.bfloat16),
+                "experts by turns": lambda: first_expert(by_turns, "layer 3"),
+                "no experts": lambda: first_expert(empty[1], ""),
+                "experts in another order": lambda: first_expert(torch.tensor([-1, 1, 0]), ""),
+            }
+        )
+    )
+
+
+@on_cpus
+@pytest.mark.parametrize("more", [{"ep_size": 2}, {}], ids=["experts on ranks", "tensors on ranks"])
+def test_ranks_with_tokens_of_their_own_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="tokens of their own, .* of --data-parallel"):
+        need_served(layer(moe_parallel_config=parallel(dp_size=2, **more)))
 
 
 def filled(method: Any, **biases: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Quantized]]:
