@@ -177,7 +177,12 @@ def _inject(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Makes adapters that add_lora_ added a part of the adapter that PEFT adds."""
+    """Makes adapters that add_lora_ added a part of the adapter that PEFT adds, and scales what they
+    were before `prepare_model_for_kbit_training`, which casts all floats of 16 bits.
+    """
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.uncast()
     own = [
         (name, projection, adapter)
         for name, module in model.named_modules()

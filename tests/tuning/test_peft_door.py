@@ -196,6 +196,18 @@ def test_all_linear_includes_encoded_layers_and_experts(name):
 # PEFT's functions ---------------------------------------------------------------------------------
 
 
+def test_scales_that_were_cast_before_are_what_they_were():
+    """By what scripts of QLoRA call first."""
+    from peft import prepare_model_for_kbit_training
+
+    model = from_pretrained(MADE / "ct-qwen3_moe-int4")
+    experts = model.model.layers[0].mlp.experts
+    parts = [part.clone() for part in experts.weight_of("down")]
+    model = wrapped(prepare_model_for_kbit_training(model), target_modules="all-linear")
+    assert all(map(torch.equal, experts.weight_of("down"), parts))
+    assert logits(model).isfinite().all()
+
+
 def test_disabled_and_several_adapters(tmp_path):
     from peft import PeftModel
 

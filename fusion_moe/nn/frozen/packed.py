@@ -120,6 +120,15 @@ class PackedModule(nn.Module):
                 with torch.inference_mode(p.is_inference()):
                     p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
 
+    def uncast(self) -> None:
+        """Gives scales that something has cast to wider floats, tensor by tensor, their dtypes
+        again.
+        """
+        for name, part in self._parts_by_name().items():
+            p = self._parameters.get(name)
+            if p is not None and part.scale and p.dtype == torch.float32 != part.dtype:
+                p.data = p.data.to(part.dtype)
+
     def _parts_by_name(self) -> dict[str, Part]:
         """The part of the encoding that each parameter holds."""
         return {
