@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.callback import callback_handler
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as Profiler
@@ -100,7 +101,7 @@ class _Recorder:
         self.noted = list[Launched]()  # while the profiler runs
         self.captured = list[Launched]()
         self.profiler: Profiler | None = None
-        self.profile, self.preempted = NOTHING, 0
+        self.profile, self.preempted, self.why_none = NOTHING, 0, ""
         self._lock = threading.RLock()
         self.before = self._counted_elsewhere()
         why = _why_not(model)
@@ -205,20 +206,28 @@ class _Recorder:
             self._publish()
 
     def _profile(self) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:  # two would end each other
+            self.why_none = "another profiler ran"
+            return
         there = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             there.append(ProfilerActivity.CUDA)
-        profiler = Profiler(activities=there, acc_events=True)
-        with suppress(RuntimeError):  # another profiler runs
-            profiler.start()
-            self.profiler, self.preempted = profiler, preemptions()
-            timeline.clear()
+        # of all threads, or none but the one in which it starts could stop it
+        how = _ExperimentalConfig(profile_all_threads=True)
+        self.profiler = Profiler(activities=there, acc_events=True, experimental_config=how)
+        self.profiler.start()
+        self.preempted = preemptions()
+        timeline.clear()
 
     def _stop(self) -> None:
         if self.profiler:
             profiler, self.profiler = self.profiler, None
             self.preempted = preemptions() - self.preempted
-            profiler.stop()
+            try:
+                profiler.stop()
+            except RuntimeError:  # before torch 2.11: another one began and ended meanwhile
+                self.why_none = "another profiler ran"
+                return
             self.profile = Profile.of(profiler, self.start, timeline.read())
 
     def _find_layers(self) -> None:
@@ -300,7 +309,8 @@ class _Recorder:
         asked = f"steps {first} to {last}" if first < last else f"step {first}"
         if self.profile.events:
             return asked
-        return f"none: asked for {asked}, from 0 on, of a run of {count(stepped, 'step')}"
+        of = f"of a run of {count(stepped, 'step')}"
+        return f"none: {self.why_none or f'asked for {asked}, from 0 on, {of}'}"
 
 
 def _why_not(model: nn.Module) -> str:

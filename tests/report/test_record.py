@@ -242,6 +242,30 @@ def test_a_server_runs_in_another_thread(model):
     assert run.data.kernels
 
 
+def test_steps_may_begin_in_several_threads(model):
+    """The one that is not to be profiled any more in another thread than the one that is."""
+    with fusion_moe.record(model, profile=range(1, 2)) as run:
+        for _ in range(3):
+            server = threading.Thread(target=generate, args=(model, 1))
+            server.start()
+            server.join()
+    assert run.data.profiled == "step 1"
+    assert {k.calls for k in run.data.kernels} == {4}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_another_profiler_keeps_its_events(model, inside):
+    from torch.profiler import profile
+
+    other = profile()
+    outer, inner = (nullcontext(), other) if inside else (other, nullcontext())
+    with outer, fusion_moe.record(model) as run, inner:
+        generate(model, 6)
+    assert other.events()
+    assert run.data.profiled == "none: another profiler ran"
+    assert not run.data.kernels
+
+
 def test_steps_are_marked_where_layers_do_not_say(model):
     with fusion_moe.record(model, profile=range(1, 2)) as run:
         for _ in range(3):
