@@ -5,8 +5,9 @@ other tensors keep theirs: some are stored in another order, which only an archi
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,13 @@ _ENTRIES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "num_experts_per_tok": "expert_used_count",
 }
+_FLOATS = (
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
 _ROPE = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -186,14 +194,18 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         entries = {key: said.get(f"{architecture}.{its}") for key, its in known.items()}
         return Model({"model_type": architecture, "architectures": [], **entries}, None)
 
-    def entry(key: str) -> int | float:
-        value: Any = said.get(f"{architecture}.{key}")
-        if type(value) not in (int, float) or value <= 0:
+    def entry(key: str, usual: Any = None) -> int | float:
+        value: Any = said.get(f"{architecture}.{key}", usual)
+        kind = float if key in _FLOATS else int
+        if type(value) is not kind or not 0 < value < math.inf:
+            noun = "number" if kind is float else "whole number"
             raise CheckpointError(
-                f"{architecture}.{key} is {shown(value)}", expected="a number above 0", where=where
+                f"{architecture}.{key} is {shown(value)}",
+                expected=f"a {noun} above 0",
+                where=where,
             )
         # float32 in the file
-        number: int | float = float(f"{value:.7g}") if type(value) is float else value
+        number: int | float = float(f"{value:.7g}") if kind is float else value
         return number
 
     def size(name: str, dim: int) -> int:
@@ -204,10 +216,17 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     config: dict[str, Any] = {
         key: entry(its) for key, its in {**_ENTRIES, **family.entries}.items()
     }
+    last = f"blk.{config['num_hidden_layers'] - 1}."
+    if not any(name.startswith(last) for name in shapes):
+        raise CheckpointError(f"no {last}*", expected="all tensors of a model", where=where)
+    rows, heads = size("blk.0.attn_q.weight", 0), config["num_attention_heads"]
+    if rows % heads:
+        found = f"blk.0.attn_q.weight of {rows} rows"
+        raise CheckpointError(found, expected=f"rows of {heads} heads", where=where)
     config |= {
         family.experts: entry("expert_count"),
         family.size: size("blk.0.ffn_down_exps.weight", -1),
-        "head_dim": size("blk.0.attn_q.weight", 0) // config["num_attention_heads"],
+        "head_dim": rows // heads,
         "vocab_size": size("token_embd.weight", 0),
     }
     if "blk.0.ffn_down_shexp.weight" in shapes:
@@ -222,20 +241,34 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         "dtype": "bfloat16",
         **config,
         **family.fixed,
-        "rope_parameters": _rope(said, architecture, family),
+        "rope_parameters": _rope(said, architecture, family, entry, where),
         "tie_word_embeddings": "output.weight" not in shapes,
         **{key: value for key, value in ids.items() if isinstance(value, int)},
     }
     return Model(config, family)
 
 
-def _rope(said: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
+def _rope(
+    said: Mapping[str, Any],
+    architecture: str,
+    family: Family,
+    entry: Callable[..., int | float],
+    where: str,
+) -> dict[str, Any]:
     kind = said.get(f"{architecture}.rope.scaling.type", "none")
-    found = {"rope_theta": said.get(f"{architecture}.rope.freq_base", 10000.0)}
+    found: dict[str, Any] = {"rope_theta": entry("rope.freq_base", 10000.0)}
     if kind == "none":
         return {"rope_type": "default", **found}
-    scaling = {key: said.get(f"{architecture}.rope.scaling.{its}") for key, its in _ROPE.items()}
-    found |= {key: value for key, value in scaling.items() if value is not None}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(
+            f"{architecture}.rope.scaling.type is {shown(kind)}",
+            expected="none, linear or yarn",
+            where=where,
+        )
+    for key, its in _ROPE.items():
+        its = f"rope.scaling.{its}"
+        if key == "factor" or f"{architecture}.{its}" in said:
+            found[key] = entry(its)
     return {"rope_type": kind, **found, **family.rope}
 
 

@@ -177,8 +177,8 @@ def _inject(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Makes adapters that add_lora_ added a part of the adapter that PEFT adds, and scales what they
-    were before `prepare_model_for_kbit_training`, which casts all floats of 16 bits.
+    """Makes adapters that add_lora_ added a part of the adapter that PEFT adds. Scales are again
+    what they were before `prepare_model_for_kbit_training`, which casts all floats of 16 bits.
     """
     for module in model.modules():
         if isinstance(module, PackedModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from gguf_files import ARCHITECTURES, rounded_model, write_gguf
 
 from fusion_moe.checkpoints import Directory, check_scales, convert, quantize, weights_in
 from fusion_moe.checkpoints.conversion import Source
+from fusion_moe.checkpoints.gguf_models import model_of
 from fusion_moe.encodings import MXFP4, NVFP4
 from fusion_moe.encodings.convert import to_nvfp4
 from fusion_moe.errors import CheckpointError, UnsupportedError
@@ -359,7 +361,24 @@ def test_what_a_model_of_an_architecture_lacks(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "qwen3_moe")
     for old, new, said in (
         (b"expert_used_count", b"expert_xxxx_count", "qwen3moe.expert_used_count is None"),
-        (b"head_count\4\0\0\0\4", b"head_count\4\0\0\0\0", "head_count is 0; expected a number"),
+        (b"head_count\4\0\0\0\4", b"head_count\4\0\0\0\0", "head_count is 0; expected a whole"),
+        (b"head_count\4\0\0\0\4", b"head_count\4\0\0\0\3", "of 256 rows; expected rows of 3 heads"),
+        (
+            b"head_count\4\0\0\0\4\0",
+            b"head_count\6\0\0\0\0\0",
+            r"head_count is .*; expected a whole",
+        ),
+        (b"block_count\4\0\0\0\2\0\0\0", b"block_count\4\0\0\0\2\0\0\x7f", "no blk.2130706433."),
+        (
+            b"rms_epsilon" + struct.pack("<If", 6, 1e-6),
+            b"rms_epsilon" + struct.pack("<If", 6, math.nan),
+            "rms_epsilon is nan; expected a number above 0",
+        ),
+        (
+            b"rope.freq_base" + struct.pack("<I", 6),
+            b"rope.freq_base" + struct.pack("<I", 4),
+            "freq_base is [0-9]+; expected a number above 0",
+        ),
         (b"blk.0.attn_q.", b"blk.0.attn_x.", "no blk.0.attn_q.weight"),
         (b"blk.1.attn_q.", b"blk.1.attn_x.", "blk.1.attn_x.weight'; expected tensors of Qwen3Moe"),
         (
@@ -372,3 +391,41 @@ def test_what_a_model_of_an_architecture_lacks(tmp_path: Path) -> None:
         changed.write_bytes(file.read_bytes().replace(old, new))
         with pytest.raises((CheckpointError, UnsupportedError), match=said):
             Source.open(changed)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"type": "su"}, "scaling.type is 'su'; expected none, linear or yarn"),
+        ({"type": "linear"}, "scaling.factor is None; expected a number above 0"),
+        ({"type": "yarn", "factor": 4.0, "yarn_beta_fast": math.inf}, "beta_fast is inf; expected"),
+    ],
+    ids=lambda x: x["type"] if isinstance(x, dict) else "",
+)
+def test_ropes_that_no_model_has(entries: dict[str, Any], said: str) -> None:
+    known = {f"qwen3moe.rope.scaling.{key}": value for key, value in entries.items()}
+    with pytest.raises((CheckpointError, UnsupportedError), match=said):
+        model_of(SAID | known, SHAPES, "file")
+
+
+SAID = {
+    "general.architecture": "qwen3moe",
+    **{
+        f"qwen3moe.{key}": 1
+        for key in (
+            "block_count",
+            "embedding_length",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "context_length",
+            "expert_count",
+            "expert_used_count",
+        )
+    },
+    "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+}
+SHAPES = {
+    "blk.0.attn_q.weight": (32, 32),
+    "blk.0.ffn_down_exps.weight": (1, 32, 32),
+    "token_embd.weight": (32, 32),
+}
