@@ -1,17 +1,23 @@
-"""A layer of experts that the GPU has no room for, step by step: which way misses go, at how many
+"""Layers of experts that the GPU has no room for, step by step: which way misses go, at how many
 tokens, with how many experts there.
 
-    python benchmarks/offload.py [--models deepseek-v3,gpt-oss,qwen3-235b] [--resident 0,10,37,80]
-        [--tokens 1,2,4,8,16,64] [--prompts 8192,32768] [--steps 300] [--seconds 600] [--json FILE]
+    python benchmarks/offload.py --json build/offload.json --seconds 420    # again and again
+    python benchmarks/offload.py --json build/offload.json --page           # results/offload.md
+    python benchmarks/offload.py --pretended --steps 4      # the same with the CPU as a small GPU
 
-Weights are made up, in the sizes of the models; ids are drawn by Zipf's law with exponent 1.2 or
-evenly, and the experts that are named most often are there. Steps are CUDA graphs, alternated in
-one process: with misses divided ("split"), all computed by the CPU ("cpu"), all copied ("copy"), of
-a layer that is there whole ("whole"), and of the operation without any of this ("plain"). Times are
-medians in microseconds. The bound is the larger of the whole layer's time and of the split's by its
-model (fusion_moe/offload/split.py), with the machine's constants. What the model says of both pure
-ways is printed as a part of what was measured: it should be 0.85 to 1.15. Prompts stream the
-experts that are not there; their rate is that of the bytes that are copied.
+A run that ends after --seconds leaves what it found in the file, and the next one goes on from
+there; --models, --resident, --routings, --tokens and --prompts choose cells.
+
+Weights are made up, in the sizes of the models, in several layers that take turns, so that CPUs do
+not find the last step's experts in their caches. Ids are drawn evenly, by Zipf's law with exponent
+1.2, or are those that a text makes (`recorded` of offload_layers.py); the experts that are named
+most often are there. Steps are CUDA graphs, alternated in one process: with misses divided
+("split"), all computed by the CPU ("cpu"), all copied ("copy"), of a layer that is there whole
+("whole"), of the operation without any of this ("plain"), and, without a graph, plain offloading
+rebuilt ("peer"). Times are medians in microseconds. The bound is the larger of the whole layer's
+time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
+What the model says of both pure ways is printed as a part of what was measured: it should be 0.85
+to 1.15. Prompts stream the experts that are not there; their rate is that of the bytes copied.
 """
 
 from __future__ import annotations
@@ -19,34 +25,37 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import results
 import torch
+from offload_layers import (
+    MODELS,
+    SPARE,
+    Direct,
+    Gpu,
+    Pretend,
+    SharedHome,
+    Sizes,
+    drawn,
+    filled,
+    module,
+    ways_of,
+)
 from torch import Tensor
 
 from fusion_moe import synchronize
-from fusion_moe.encodings import ENCODINGS, Quantized
-from fusion_moe.nn import Experts
-from fusion_moe.offload import machine
-from fusion_moe.offload.cuda import Cuda, shared_of
-from fusion_moe.offload.device import Home
-from fusion_moe.offload.moves import Shared
-from fusion_moe.offload.split import Constants, Split, split
-from fusion_moe.runtime.host_memory import pages
+from fusion_moe.offload.device import Device
+from fusion_moe.offload.split import Constants, split
 
-# encoding, experts, of a token, hidden, intermediate features
-MODELS = {
-    "deepseek-v3": ("nvfp4", 256, 8, 7168, 2048),
-    "gpt-oss": ("mxfp4", 128, 4, 2880, 2880),
-    "qwen3-235b": ("nvfp4", 128, 8, 4096, 1536),
-}
-CAPACITY = 512
-WAYS = "plain", "whole", "split", "cpu", "copy"
-NEVER = 10**10  # nanoseconds: a way that is never chosen
-SPARE = 16
+WAYS = "plain", "whole", "split", "cpu", "copy", "peer"
+FEWEST = 30  # steps of a cell that takes long
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Row:
     routing: str
     resident: int
     tokens: int
+    steps: int
     hits: float
     missed: float
     plain: float
@@ -64,218 +74,292 @@ class Row:
     split: float
     cpu: float
     copy: float
+    peer: float
     bound: float
     model_cpu: float
     model_copy: float
 
+    @property
+    def better(self) -> float:
+        """The better pure way."""
+        return min(self.cpu, self.copy)
+
+    @property
+    def keeps(self) -> bool:
+        """What the split promises."""
+        return self.split <= max(1.05 * self.better, self.better + 5)
+
     def __str__(self) -> str:
         times = " ".join(f"{n} {getattr(self, n):.0f}" for n in WAYS)
-        better = min(self.cpu, self.copy)
         model = f"cpu {self.model_cpu / self.cpu:.2f}, copy {self.model_copy / self.copy:.2f}"
         return (
             f"{self.model} {self.routing} {self.resident} % there, {self.tokens} tokens: hits "
-            f"{self.hits:.2f}, {self.missed:.1f} experts missed; {times} us; split / better "
-            f"{self.split / better:.3f}, bound / split {self.bound / self.split:.2f}; by the "
-            f"model / measured: {model}"
+            f"{self.hits:.2f}, {self.missed:.1f} experts missed; {times} us of {self.steps} steps; "
+            f"split / better {self.split / self.better:.3f}, bound / split "
+            f"{self.bound / self.split:.2f}; by the model / measured: {model}"
         )
 
 
-def module(name: str) -> Experts:
-    """Experts on the CPU, all of which have the same few random bytes."""
-    encoding, experts, _, hidden, inner = MODELS[name]
-    of = ENCODINGS[encoding]
+@dataclass(frozen=True)
+class Prompt:
+    """A long step: milliseconds, and GB/s that are copied; peer: plain offloading's time."""
 
-    def weight(n: int, k: int) -> Quantized:
-        parts = []
-        for part in of.parts:
-            t = pages.empty(of.part_shape(part, (experts,), n, k), part.dtype)
-            if part.of_matrix:
-                t.fill_(2.0**-6)
-            elif part.of_blocks:
-                t.view(torch.uint8).fill_(0x38 if encoding == "nvfp4" else 121)
-            else:
-                row = torch.randint(0, 256, (t[0].numel(),), dtype=torch.uint8)
-                t.view(experts, -1).copy_(row)
-            parts.append(t)
-        return Quantized(*parts, encoding=of)
+    model: str
+    routing: str
+    resident: int
+    tokens: int
+    ms: float
+    rate: float
+    peer: float
 
-    made = Experts(weight(2 * inner, hidden), weight(hidden, inner))
-    made.order()
-    return made
+    def __str__(self) -> str:
+        return (
+            f"{self.model} {self.routing} {self.resident} % there, a prompt of {self.tokens} "
+            f"tokens: {self.ms:.1f} ms, {self.rate:.1f} GB/s, peer {self.peer:.1f} ms"
+        )
 
 
-class Way:
-    """A device whose steps are replayed. rows: ids, and the experts there, by number."""
+class Layers:
+    """Layers of one model on a machine."""
 
-    def __init__(self, home: Home, shared: Shared, slots: int, constants: Constants, spare: int):
-        self.device = Cuda(home, slots, spare, constants, shared)
-        for expert in range(slots):
-            self.device.load(expert, expert)
-        table = torch.full((home.experts,), -1, dtype=torch.int32)
-        table[:slots] = torch.arange(slots)
-        self.device.publish(table)
-        torch.cuda.synchronize()
+    def __init__(self, on: Gpu | Pretend, name: str, sizes: Sizes, count: int):
+        self.on, self.name, self.sizes = on, name, sizes
+        self.modules = [module(sizes) for _ in range(count)]
+        self.homes = [SharedHome(m) for m in self.modules]
+        self.rates = on.rates(self.homes[0])
+        self.whole = [self._device(home, sizes.experts, self.rates) for home in self.homes]
+        print(f"{name}: {self.homes[0].nbytes / 1e6:.1f} MB an expert; {self.rates}", flush=True)
 
-    def plain(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        """The operation by itself, on what is there."""
-        device = self.device
-        layout = device.layout
-        given = device.home.arguments(x, ids, w, device.slots, weight_layout=layout)
-        found: Tensor = torch.ops.fusion_moe.fused_experts(**given)
-        return found
-
-
-def captured(step: Callable[..., Tensor], *given: Tensor) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        step(*given)
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(*given)
-    return graph
-
-
-def drawn(routing: str, experts: int, k: int, tokens: int, steps: int) -> Tensor:
-    """ids [steps, tokens, k]; expert 0 is named most often."""
-    exponent = {"zipf": 1.2, "uniform": 0.0}[routing]
-    weights = torch.arange(1, experts + 1, dtype=torch.float64) ** -exponent
-    g = torch.Generator().manual_seed(0)
-    found = torch.multinomial(weights.expand(steps * tokens, -1), k, generator=g)
-    return found.view(steps, tokens, k)
-
-
-def cells(arguments: argparse.Namespace, name: str) -> Iterator[Row]:
-    _, experts, k, hidden, _ = MODELS[name]
-    made = module(name)
-    home = Home(made)
-    rates = machine.of_gpu("cuda:0").constants(home.nbytes, home.macs)
-    print(f"{name}: {home.nbytes / 1e6:.1f} MB an expert; {rates}", flush=True)
-    ways = {
-        "split": rates,
-        "cpu": replace(rates, copy_start=NEVER),
-        "copy": replace(rates, cpu_start=NEVER),
-    }
-    shared = shared_of(home, torch.device("cuda", 0), CAPACITY)
-    whole = Way(home, shared, experts, rates, SPARE)
-    for resident in arguments.resident:
-        slots = experts * resident // 100
+    def _device(self, home: SharedHome, slots: int, costs: Constants, spare: int = 0) -> Device:
         # all have kernels for as many matrices
-        spare = experts + SPARE - slots
-        devices = {n: Way(home, shared, slots, costs, spare) for n, costs in ways.items()}
-        devices["whole"] = whole
-        for routing in arguments.routings:
-            for tokens in arguments.tokens:
-                ids = drawn(routing, experts, k, tokens, arguments.steps)
-                yield cell(name, routing, resident, slots, devices, ids, hidden, experts, rates)
-                if time.monotonic() > arguments.end:
-                    return
-        for tokens in arguments.prompts:
-            ids = drawn("uniform", experts, k, tokens, 1)[0]
-            prompt(name, resident, devices["split"], ids, hidden)
-        del devices
+        spare = spare or self.sizes.experts + SPARE - slots
+        return filled(self.on.make(home, slots, spare, costs), slots)
+
+    def cells(self, resident: int, wanted: list[tuple[str, int]], most: Any) -> Iterator[Row]:
+        """A row for each routing and number of tokens."""
+        slots = self.sizes.experts * resident // 100
+        devices = [
+            {n: self._device(home, slots, costs) for n, costs in ways_of(self.rates).items()}
+            for home in self.homes
+        ]
+        for of_layer, whole in zip(devices, self.whole, strict=True):
+            of_layer["whole"] = whole
+        for routing, tokens in wanted:
+            ids = drawn(routing, self.sizes, tokens, most.steps)
+            times = self._times(devices, slots, ids, most)
+            yield self._row(routing, resident, slots, ids[: len(times["split"])], times)
+
+    def _times(
+        self, devices: list[dict[str, Device]], slots: int, ids: Tensor, most: Any
+    ) -> dict[str, list[float]]:
+        tokens, k = ids.shape[1:]
+        x = torch.randn(tokens, self.sizes.hidden, device=self.on.device).bfloat16()
+        w = torch.full((tokens, k), 1.0 / k, device=self.on.device)
+        on_device = ids.to(self.on.device)
+        now = on_device[0].clone()
+        runs = []
+        for of_layer in devices:
+            steps = {n: self.on.replayed(d.step, x, now, w) for n, d in of_layer.items()}
+            direct = Direct(of_layer["whole"], slots)
+            steps["plain"] = self.on.replayed(direct.plain, x, now, w)
+            steps["peer"] = partial(direct.offloading, x, now, w)
+            steps["peer"]()
+            runs.append(steps)
+        times: dict[str, list[float]] = {n: [] for n in WAYS}
+        end = time.monotonic() + most.cell
+        for step in range(len(ids)):
+            if step >= FEWEST and time.monotonic() > end:
+                break
+            now.copy_(on_device[step])
+            for n, run in runs[step % len(runs)].items():
+                times[n].append(self.on.microseconds(run))
+        synchronize()
+        return times
+
+    def _row(
+        self, routing: str, resident: int, slots: int, ids: Tensor, times: dict[str, list[float]]
+    ) -> Row:
+        experts, (steps, tokens) = self.sizes.experts, ids.shape[:2]
+        named = [torch.bincount(i.flatten(), minlength=slots).tolist() for i in ids]
+        missed = [{e: n for e, n in enumerate(row) if n and e >= slots} for row in named]
+        decided = [split(m, self.rates, experts, experts) for m in missed]
+        found = {n: median(t) for n, t in times.items()}
+        bounds = {
+            name: median(max(found["whole"], getattr(d, of) / 1e3) for d in decided)
+            for name, of in (
+                ("bound", "time"),
+                ("model_cpu", "all_computed"),
+                ("model_copy", "all_copied"),
+            )
+        }
+        hits, misses = float((ids < slots).float().mean()), sum(map(len, missed)) / steps
+        return Row(self.name, routing, resident, tokens, steps, hits, misses, **found, **bounds)
+
+    def prompts(self, resident: int, wanted: list[tuple[str, int]]) -> Iterator[Prompt]:
+        """A row for each routing and number of tokens, by the first layer."""
+        home, slots = self.homes[0], self.sizes.experts * resident // 100
+        device = self._device(home, slots, self.rates, spare=SPARE)
+        direct = Direct(self.whole[0], slots)
+        for routing, tokens in wanted:
+            ids = drawn(routing, self.sizes, tokens, 1)[0].to(self.on.device)
+            x = torch.randn(tokens, self.sizes.hidden, device=self.on.device).bfloat16()
+            w = torch.full(ids.shape, 1.0 / ids.shape[1], device=self.on.device)
+            ours, peer, copied = list[float](), list[float](), 0
+            for _ in range(4):
+                before = device.counters.bytes_copied
+                ours.append(self.on.microseconds(partial(device.step, x, ids, w)))
+                copied = device.counters.bytes_copied - before
+                peer.append(self.on.microseconds(partial(direct.offloading, x, ids, w)))
+            synchronize()
+            us = median(ours[1:])
+            yield Prompt(
+                self.name,
+                routing,
+                resident,
+                tokens,
+                us / 1e3,
+                copied / us / 1e3,
+                median(peer[1:]) / 1e3,
+            )
+        home.drop(self.sizes.experts + SPARE)
 
 
-def cell(
-    name: str,
-    routing: str,
-    resident: int,
-    slots: int,
-    devices: dict[str, Way],
-    ids: Tensor,
-    hidden: int,
-    experts: int,
-    rates: Constants,
-) -> Row:
-    steps, tokens, k = ids.shape
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    w = torch.full((tokens, k), 1.0 / k, device="cuda")
-    now, on_gpu = ids[0].cuda(), ids.cuda()
-    graphs = {n: captured(way.device.step, x, now, w) for n, way in devices.items()}
-    graphs["plain"] = captured(devices["whole"].plain, x, now, w)
-    times: dict[str, list[float]] = {n: [] for n in graphs}
-    for step in range(steps):
-        now.copy_(on_gpu[step])
-        for n, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[n].append(begin.elapsed_time(end) * 1e3)
-    synchronize()
-    named = [torch.bincount(i.flatten(), minlength=slots) for i in ids]
-    missed = [{e: int(n) for e, n in enumerate(row.tolist()) if n and e >= slots} for row in named]
-    decided = [split(m, rates, experts, experts) for m in missed]
-    of_whole = median(times["whole"])
+class Found:
+    """Rows, in a file if there is one."""
 
-    def model(found: Callable[[Split], int]) -> float:
-        return median(max(of_whole, found(d) / 1e3) for d in decided)
+    def __init__(self, file: Path | None):
+        self.file, self.rows, self.prompts = file, list[Row](), list[Prompt]()
+        if file is not None and file.exists():
+            said = json.loads(file.read_text())
+            self.rows = [Row(**row) for row in said["rows"]]
+            self.prompts = [Prompt(**row) for row in said["prompts"]]
 
-    return Row(
-        name,
-        routing,
-        resident,
-        tokens,
-        float((ids < slots).float().mean()),
-        sum(map(len, missed)) / steps,
-        median(times["plain"]),
-        of_whole,
-        median(times["split"]),
-        median(times["cpu"]),
-        median(times["copy"]),
-        model(lambda d: d.time),
-        model(lambda d: d.all_computed),
-        model(lambda d: d.all_copied),
+    def add(self, row: Row | Prompt) -> None:
+        print(row, flush=True)
+        self.rows.append(row) if isinstance(row, Row) else self.prompts.append(row)
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            lists = ("rows", self.rows), ("prompts", self.prompts)
+            said = {name: [vars(row) for row in rows] for name, rows in lists}
+            self.file.write_text(json.dumps(said, indent=1))
+
+    def has(self, name: str, routing: str, resident: int, tokens: int) -> bool:
+        return (name, routing, resident, tokens) in {
+            (r.model, r.routing, r.resident, r.tokens) for r in (*self.rows, *self.prompts)
+        }
+
+
+def measure(arguments: argparse.Namespace, found: Found) -> bool:
+    """Whether all cells are measured."""
+    end = time.monotonic() + arguments.seconds
+    for name in arguments.models:
+        layers = None
+        for resident in arguments.resident:
+            cells, prompts = (
+                [
+                    (routing, n)
+                    for routing in arguments.routings
+                    for n in numbers
+                    if not found.has(name, routing, resident, n)
+                ]
+                for numbers in (arguments.tokens, arguments.prompts)
+            )
+            if not (cells or prompts):
+                continue
+            if layers is None:
+                layers = Layers(*_machine(arguments, name), arguments.layers)
+            of_cells = layers.cells(resident, cells, arguments)
+            for row in chain(of_cells, layers.prompts(resident, prompts)):
+                found.add(row)
+                if time.monotonic() > end:
+                    return False
+    return True
+
+
+def _machine(arguments: argparse.Namespace, name: str) -> tuple[Gpu | Pretend, str, Sizes]:
+    if not arguments.pretended:
+        return Gpu(), name, MODELS[name]
+    return Pretend(), name, replace(MODELS[name], experts=32, hidden=128, inner=64)
+
+
+def page(found: Found) -> None:
+    """Writes benchmarks/results/offload.md."""
+    rows = found.rows
+    few, many = [r for r in rows if r.tokens < 8], [r for r in rows if r.tokens >= 8]
+    missing = [r for r in rows if r.missed and r.tokens in (1, 4) and r.resident]
+    worst = max(rows, key=lambda r: r.split / r.better)
+    kept = sum(r.keeps for r in rows)
+    goals = [
+        ("split / better pure way, at most 1.05 or 5 us", f"kept in {kept} of {len(rows)} cells"),
+        ("the worst of these", str(worst)),
+        (
+            "bound / split, 1, 4 tokens, at least 0.85",
+            _least(r.bound / r.split for r in missing),
+        ),
+        ("whole - plain below 8 tokens, at most 2 us", _most(r.whole - r.plain for r in few)),
+        ("whole / plain from 8 tokens on, at most 1.02", _most(r.whole / r.plain for r in many)),
+        ("split / peer, at most 1", _most(r.split / r.peer for r in rows)),
+        ("prompts / peer, at most 1", _most(p.ms / p.peer for p in found.prompts)),
+        ("prompts, GB/s", _least(p.rate for p in found.prompts)),
+    ]
+    results.write(
+        "offload",
+        "python benchmarks/offload.py --page",
+        "Medians in microseconds; resident in percent. The script's text says what columns are.",
+        results.table(("goal", "found"), goals),
+        _table(Row, rows),
+        "Prompts, in milliseconds and GB/s:",
+        _table(Prompt, found.prompts),
     )
 
 
-def prompt(name: str, resident: int, way: Way, ids: Tensor, hidden: int) -> None:
-    """Prints the time of a long step, and the bytes per second that it copies."""
-    x = torch.randn(len(ids), hidden, device="cuda").bfloat16()
-    w, there = torch.full(ids.shape, 1.0 / ids.shape[1], device="cuda"), ids.cuda()
-    times, before = [], 0
-    for _ in range(4):
-        before = way.device.counters.bytes_copied
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        way.device.step(x, there, w)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    copied = way.device.counters.bytes_copied - before
-    print(
-        f"{name} {resident} % there, a prompt of {len(ids)} tokens: {median(times[1:]) * 1e3:.1f} "
-        f"ms, {copied / median(times[1:]) / 1e9:.1f} GB/s",
-        flush=True,
-    )
+def _table(of: Any, rows: Sequence[Any]) -> str:
+    """All fields of rows."""
+    shown = [[f"{x:.4g}" if isinstance(x, float) else x for x in vars(r).values()] for r in rows]
+    return results.table([field.name for field in fields(of)], shown)
+
+
+def _least(numbers: Iterator[float]) -> str:
+    found = sorted(numbers)
+    return f"{found[0]:.2f} at the least, {median(found):.2f} in the median" if found else "?"
+
+
+def _most(numbers: Iterator[float]) -> str:
+    found = sorted(numbers)
+    return f"{found[-1]:.2f} at the most, {median(found):.2f} in the median" if found else "?"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, usual in (
         ("models", ",".join(MODELS)),
-        ("resident", "0,10,37,80"),
-        ("tokens", "1,2,4,8,16,64"),
-        ("routings", "zipf,uniform"),
-        ("prompts", ""),
+        ("resident", "10,37,80,0"),
+        ("tokens", "1,4,16,64,2,8"),
+        ("routings", "zipf,recorded,uniform"),
+        ("prompts", "8192,32768"),
     ):
         parser.add_argument(f"--{name}", default=usual)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cell", type=float, default=10, help="seconds of a cell, at most")
+    parser.add_argument("--seconds", type=float, default=420)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--pretended", action="store_true")
+    parser.add_argument("--page", action="store_true")
     arguments = parser.parse_args()
+    for name in ("models", "routings"):
+        setattr(arguments, name, getattr(arguments, name).split(","))
     for name in ("resident", "tokens", "prompts"):
         setattr(arguments, name, [int(n) for n in getattr(arguments, name).split(",") if n])
-    arguments.routings = arguments.routings.split(",")
-    arguments.end = time.monotonic() + arguments.seconds
-    rows = []
+    found = Found(arguments.json)
+    if arguments.page:
+        page(found)
+        return
     with torch.no_grad():
-        for name in arguments.models.split(","):
-            for row in cells(arguments, name):
-                print(row, flush=True)
-                rows.append(row)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps([vars(r) for r in rows], indent=1))
+        done = measure(arguments, found)
+    print("all cells are there" if done else "not all cells are there: run it again")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""benchmarks/offload.py, tried without a GPU: it goes on where it ended, and writes its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels_on_cpu import folder
+from test_cuda_on_cpu import gpu as cuda_on_cpu
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import offload
+import offload_layers
+import results
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.once, pytest.mark.slow]
+__all__ = ["cuda_on_cpu", "folder"]
+CELLS = ["--resident", "37", "--tokens", "1,2", "--routings", "zipf,recorded", "--prompts", "200"]
+
+
+class Cuda(offload_layers.Pretend):
+    """What a GPU does, but for graphs and clocks of it."""
+
+    def __init__(self):
+        self._shared = {}
+
+    make = offload_layers.Gpu.make
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Texts of the small model."""
+    monkeypatch.setattr(offload_layers, "_RECORDED", 64)
+
+
+def run(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["offload.py", *map(str, arguments)])
+    offload.main()
+
+
+@pytest.mark.parametrize("on", [offload_layers.Pretend, Cuda])
+def test_all_of_it(on, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(offload, "Pretend", on)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    file, sizes = tmp_path / "found.json", ["--models", "qwen3-235b", "--layers", 2, "--steps", 3]
+    given = ["--pretended", "--json", file, *CELLS, *sizes]
+    run(monkeypatch, *given, "--seconds", 0)
+    assert "run it again" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    run(monkeypatch, *given)
+    assert "all cells are there" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [(r["routing"], r["tokens"]) for r in found["rows"]] == [
+        (routing, n) for routing in ("zipf", "recorded") for n in (1, 2)
+    ]
+    assert all(r["steps"] == 3 and 0 < r["hits"] < 1 and r["missed"] for r in found["rows"])
+    assert [p["tokens"] for p in found["prompts"]] == [200, 200]
+    run(monkeypatch, "--json", file, "--page")
+    page = (tmp_path / "offload.md").read_text()
+    assert "| qwen3-235b | recorded | 37 | 2 | 3 | 0." in page
+
+
+def test_routings():
+    """The most often named ones are the first; a token names none twice."""
+    for routing in ("uniform", "zipf", "recorded"):
+        ids = offload_layers.drawn(routing, offload_layers.MODELS["gpt-oss-120b"], 5, 40)
+        assert ids.shape == (40, 5, 4)
+        uses = torch.bincount(ids.flatten(), minlength=128)
+        assert len(uses) == 128
+        assert (ids.sort(-1).values.diff() > 0).all()
+        if routing != "uniform":
+            assert int(uses[:32].sum()) > 2 * int(uses[32:].sum()) / 3
+    one = offload_layers.drawn("recorded", offload_layers.MODELS["deepseek-v3"], 1000, 1)
+    assert one.shape == (1, 1000, 8)
