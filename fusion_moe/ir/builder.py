@@ -165,8 +165,11 @@ class FusionDefinition:
         groups: dict[Groups, Groups] = {}
         for op in fusion.ops:
             if op.kind.name == "ends":
+                rows, stride = op.attrs["rows"], op.attrs["groups"].stride
                 copies[op.outputs[0]] = ends = self.groups_of(
-                    copies[op.values[0]], value(op.attrs["rows"], sizes)
+                    copies[op.values[0]],
+                    value(rows, sizes),
+                    None if stride is None else value(stride, sizes),
                 )
                 assert ends.type.ends is not None
                 groups[op.attrs["groups"]] = ends.type.ends
@@ -259,7 +262,7 @@ class FusionDefinition:
                 todo="return the results",
             )
 
-    def groups_of(self, offs: Value, rows: Dim) -> Value:
+    def groups_of(self, offs: Value, rows: Dim, stride: AnySize | None = None) -> Value:
         """The ends-typed value for a vector of group ends and this many rows; equal calls return
         the same value and the same partition.
 
@@ -267,16 +270,18 @@ class FusionDefinition:
             offs: i32[G], or the ends of another partition. If that has as many rows, its ends are
                 returned; otherwise they are checked anew.
             rows: the number of rows that are partitioned, or the first size of a tensor of them.
+            stride: as of `Groups`.
         """
-        rows = plain(rows)
-        if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
+        rows, known = plain(rows), offs.type.ends
+        fits = known is not None and stride in (None, known.stride)
+        if fits and self._partitions.rows(known) in (None, rows):
             return offs
 
         def make(groups: Groups) -> Value:
             vector = offs if offs.type.ends is None else self.ops.cast(offs, dtype="i32")
             return self.ops.ends(vector, rows=rows, groups=groups)
 
-        return self._cut_once(("groups_of", offs, rows), make, offs)
+        return self._cut_once(("groups_of", offs, rows, stride), make, offs, stride)
 
     def partition_by(self, x: Value, ends: Value) -> Value:
         """x [M, ...] -> [M/g, ...]; rows that are partitioned by other ends count as plain rows:
@@ -307,13 +312,19 @@ class FusionDefinition:
             starts,
         )
 
-    def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
+    def _cut_once(
+        self,
+        key: Any,
+        make: Callable[[Groups], Value],
+        each: Value,
+        stride: AnySize | None = None,
+    ) -> Value:
         """The result of `make` for this key, on a new partition with a group for each element of
         `each`; made once.
         """
         if key not in self._views:
             need_rank("offs", each.type, 1)
-            self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
+            self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]), stride)),)
         return self._views[key][0]
 
     @property

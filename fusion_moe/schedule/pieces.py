@@ -93,10 +93,14 @@ class Pieces:
         ]
 
     def topological(self) -> list[frozenset[Op]]:
-        """The pieces, each after those that it reads from, otherwise in the order of their first
-        operations in the fusion.
+        """The pieces, each after those that it reads from, otherwise first what other ranks wait
+        for, in the order of their first operations in the fusion.
         """
-        pending, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
+        sent = self._sent()
+        pending = sorted(
+            dict.fromkeys(self.piece[op] for op in self.ops), key=lambda p: p not in sent
+        )
+        order = []
         while pending:
             ready = next(
                 p
@@ -106,6 +110,16 @@ class Pieces:
             order.append(ready)
             pending.remove(ready)
         return order
+
+    def _sent(self) -> set[frozenset[Op]]:
+        """The pieces that send something to other ranks, and those that these need."""
+        over = [self.piece[op] for op in self.ops if op.kind.role == "collective"]
+        found: set[frozenset[Op]] = set()
+        while over:
+            piece = over.pop()
+            over += [] if piece in found else self._producing(piece)
+            found.add(piece)
+        return found
 
     def boundary(self, ops: frozenset[Op]) -> str:
         """Why a piece was not joined with those that it reads from."""

@@ -136,6 +136,9 @@ def test_gradients_take_the_same_kernels():
         names = [kernel.name for kernel in kernels]
         sent = [name for name in names if name in EXCHANGE]
         assert sent == [*EXCHANGE, *EXCHANGE[2:]]
+        of_weights = [i for i, name in enumerate(names) if name.startswith("wgrad")]
+        assert len(of_weights) == 2
+        assert min(of_weights) > max(i for i, name in enumerate(names) if name in EXCHANGE)
         for kernel in (kernel for kernel in kernels if kernel.name in EXCHANGE):
             assert not spills(sass(build(kernel, arch))), kernel.name
 

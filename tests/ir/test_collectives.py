@@ -154,6 +154,27 @@ def test_a_derivative_sends_each_gradient_once():
     assert [op.kind.name for op in only_weights.ops if op.kind.role == "collective"] == ["dispatch"]
 
 
+def test_explain_shows_gradients_on_their_way_before_those_of_weights():
+    """Other ranks wait for the former."""
+    x, ids, w = inputs(5)
+    how = {"peers": PEERS[:5], "across": "g", "of_experts": EACH, "first_expert": 0}
+
+    def layer(x, w, up, down):
+        return torch.ops.fusion_moe.fused_experts(
+            x, ids, w, [up], [down], weight_format="f32", **how
+        )
+
+    given = [t.clone().requires_grad_() for t in (x, w, *(t[:EACH] for t in FLOATS))]
+    (report,) = Together(1).run(lambda _: fusion_moe.explain(layer, *given, backward=True))
+    assert "fusion1 is part of the backward pass" in str(report.details())
+    made = [op for s in report.segments if s.id.startswith("fusion1.") for op in s.ops]
+    sent = [i for i, op in enumerate(made) if op in ("dispatch", "combine_from")]
+    weights = [i for i, op in enumerate(made) if op == "grouped_outer"]
+    assert (len(sent), len(weights)) == (3, 2)
+    assert max(sent) < min(weights)
+    assert str(report.details()).count("then waits for the sums of all ranks") == 3
+
+
 def test_sums_without_a_dispatch_have_no_derivative():
     fd = FusionDefinition()
     ranks = fd.define_groups("s", R, stride=4)
