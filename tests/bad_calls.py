@@ -1,4 +1,4 @@
-"""Tables of wrong calls: what each of them says."""
+"""Wrong calls: what each of them says."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 from fusion_moe.errors import Error
 
 
+def message(call: Callable[[], Any]) -> str:
+    """For a golden: the class of the error and its message."""
+    with pytest.raises(Error) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def messages(calls: Mapping[str, Callable[[], Any]]) -> str:
-    """For a golden: the name of each call, its error's class and message."""
-    said = []
-    for what, call in calls.items():
-        with pytest.raises(Error) as caught:
-            call()
-        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
-    return "\n".join(said)
+    """The same of each call, below its name."""
+    return "\n".join(f"{what}\n    {message(call)}" for what, call in calls.items())

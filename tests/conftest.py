@@ -186,7 +186,8 @@ def meaning() -> Iterator[None]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """golden(text, name="") compares a text with tests/golden/<test file>/<test>[.<name>].txt.
+    """golden(text, name="") compares a text with tests/golden/<test file>/<test>[.<name>].txt; the
+    path of tmp_path is … in it.
 
     `pytest --update-golden` writes what the code says now; `git diff` then shows what changed. In a
     run of all tests a golden that no test reads is an error (and --update-golden removes it).
@@ -204,6 +205,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         # travels with the report, also from a worker
         request.node.user_properties.append(("golden", str(path)))
 
+        if "tmp_path" in request.fixturenames:
+            text = text.replace(str(request.getfixturevalue("tmp_path")), "…")
         now = text.rstrip() + "\n"
         want = path.read_text(encoding="utf-8") if path.exists() else ""
         if now == want:

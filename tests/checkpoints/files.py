@@ -35,6 +35,16 @@ def change(directory: Path, how: Callable[[Tensors], Any], file: str = "model.sa
     return directory
 
 
+def at(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
+    """Changes one tensor."""
+    return lambda tensors: tensors.update({name: how(tensors[name])})
+
+
+def again(old: str, new: str) -> Callable[[Tensors], None]:
+    """Adds tensors a second time, by another name."""
+    return lambda t: t.update({n.replace(old, new): t[n].clone() for n in list(t) if old in n})
+
+
 def change_json(file: Path, how: Callable[[dict[str, Any]], Any]) -> None:
     """Changes a file of JSON."""
     value = json.loads(file.read_text())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from bad_calls import messages
 from files import MADE
 
 from fusion_moe.checkpoints import Directory, layers_of_experts, method_of, stored_weights
-from fusion_moe.errors import CheckpointError
 
 PER_EXPERT = [
     "modelopt-qwen3_moe",
@@ -67,84 +69,29 @@ def test_shared_experts_are_none_of_them() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("gone", "said"),
-    [
-        (
-            ".experts.2.up_proj",
-            "model.layers.0.mlp.experts: no up_proj of expert 2; expected all experts from 0 to 3",
-        ),
-        (
-            ".experts.0.",
-            "model.layers.0.mlp.experts: no gate_proj of expert 0; expected all "
-            "experts from 0 to 3",
-        ),
-        (
-            "down_proj",
-            "model.layers.0.mlp.experts: gate_proj, up_proj alone; expected up_proj and "
-            "down_proj, or w3 and w2, of each expert",
-        ),
-    ],
-)
-def test_missing_experts(gone: str, said: str) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        layers_of_experts(name for name in names_of("modelopt-qwen3_moe") if gone not in name)
-    assert str(raised.value) == said
+def test_what_is_missing_or_there_twice(golden: Callable[[str], None]) -> None:
+    def without(part: str) -> list[str]:
+        return [name for name in names_of("modelopt-qwen3_moe") if part not in name]
 
+    def of(*experts: int | str) -> list[str]:
+        return [f"a.experts.{e}.{p}_proj" for e in experts for p in ("gate", "up", "down")]
 
-def test_a_number_beyond_any_memory() -> None:
-    names = [
-        f"a.experts.{e}.{projection}"
-        for e in (0, 10**18)
-        for projection in ("up_proj", "down_proj")
-    ]
-    with pytest.raises(
-        CheckpointError,
-        match=f"no up_proj of expert 1 and {10**18 - 2} more; "
-        f"expected all experts from 0 to {10**18}",
-    ):
-        layers_of_experts(names)
-
-
-def test_more_or_fewer_experts_than_the_configuration_says() -> None:
-    names = [name for name in names_of("modelopt-qwen3_moe") if ".experts.3." not in name]
-    assert layers_of_experts(names)["model.layers.0.mlp.experts"].experts == 3
-    with pytest.raises(
-        CheckpointError, match=r"mlp.experts: 3 experts; expected 4, by config.json"
-    ):
-        layers_of_experts(names, experts=4)
-
-
-@pytest.mark.parametrize("number", ["01", "\u0661", "1\u0661", "+1"])
-def test_an_expert_by_an_unusual_number(number: str) -> None:
-    """It would be expert 1 again, or 11."""
-    names = [
-        f"a.experts.{e}.{p}"
-        for e in ("0", "1", number)
-        for p in ("gate_proj", "up_proj", "down_proj")
-    ]
-    if number == "+1":  # no number at all
-        assert layers_of_experts(names)["a.experts"].experts == 2
-        return
-    with pytest.raises(
-        CheckpointError,
-        match="gate_proj: expert .*; expected a number in digits 0 to 9, without leading zeros",
-    ):
-        layers_of_experts(names)
-
-
-def test_an_expert_by_two_names() -> None:
-    names = [f"a.experts.{e}.{p}" for e in range(2) for p in ("gate_proj", "up_proj", "down_proj")]
-    with pytest.raises(
-        CheckpointError,
-        match=r"a.experts: a.experts.1.gate_proj and "
-        r"a.experts.1.w1; expected one of the two",
-    ):
-        layers_of_experts([*names, "a.experts.1.w1"])
-
-
-def test_both_ways_at_once() -> None:
-    with pytest.raises(CheckpointError, match="one by one, and all in one tensor"):
-        layers_of_experts(
-            ["a.experts.0.up_proj", "a.experts.0.down_proj", "a.experts.gate_up_proj"]
+    fewer, both = without(".experts.3."), [*of(0), "a.experts.gate_up_proj"]
+    assert layers_of_experts(fewer)["model.layers.0.mlp.experts"].experts == 3
+    assert layers_of_experts(of(0, 1, "+1"))["a.experts"].experts == 2  # no number at all
+    golden(
+        messages(
+            {
+                "no up of an expert": lambda: layers_of_experts(without(".experts.2.up_proj")),
+                "not the first": lambda: layers_of_experts(without(".experts.0.")),
+                "no down": lambda: layers_of_experts(without("down_proj")),
+                "more than any memory has": lambda: layers_of_experts(of(0, 10**18)),
+                "fewer than in config.json": lambda: layers_of_experts(fewer, experts=4),
+                "expert 1 again": lambda: layers_of_experts(of(0, 1, "01")),
+                "expert 1 in another script": lambda: layers_of_experts(of(0, 1, "\u0661")),
+                "expert 11 in two scripts": lambda: layers_of_experts(of(0, 1, "1\u0661")),
+                "two names": lambda: layers_of_experts([*of(0, 1), "a.experts.1.w1"]),
+                "in one tensor too": lambda: layers_of_experts(both),
+            }
         )
+    )

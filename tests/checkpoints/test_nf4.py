@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from bad_calls import message
 from files import MADE, Tensors, change, copied
 from safetensors.torch import load_file, save_file
 
 from fusion_moe.checkpoints import Directory, check_scales, convert, quantize, weights_in
 from fusion_moe.encodings import NF4, NVFP4
 from fusion_moe.encodings import quantize as quantized
-from fusion_moe.errors import CheckpointError, UnsupportedError
+from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts.layout import as_bytes
 
 EXPERTS, LINEAR = "bnb-qwen3_moe", "bnb-qwen3_moe-linear"  # all matrices, those of attention
@@ -155,8 +156,5 @@ def _check(path: Path) -> None:
 def test_what_does_not_fit(
     how: Callable[[Tensors], Any], tmp_path: Path, golden: Callable[..., None]
 ) -> None:
-    path = copied(LINEAR, tmp_path)
-    change(path, how)
-    with pytest.raises((CheckpointError, UnsupportedError)) as raised:
-        _check(path)
-    golden(str(raised.value).replace(str(tmp_path), "…"))
+    path = change(copied(LINEAR, tmp_path), how)
+    golden(message(lambda: _check(path)))

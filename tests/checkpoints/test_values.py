@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import MADE, Tensors, change, copied
+from bad_calls import message
+from files import MADE, Tensors, at, change, copied
 
 from fusion_moe.checkpoints import Directory, check_scales, weights_in
-from fusion_moe.errors import CheckpointError
 
 GATE = "model.layers.0.mlp.experts.0.gate_proj"
 
@@ -25,10 +25,6 @@ def test_what_packages_write_is_right(name: str) -> None:
     check(MADE / name)
 
 
-def _set(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: how(tensors[name])})
-
-
 def _byte(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def change_one(t: torch.Tensor) -> torch.Tensor:
         t.view(torch.uint8)[3, 1] = value
@@ -38,31 +34,31 @@ def _byte(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
-    "NaN block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0x7F))),
-    "negative block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0xB8))),
+    "NaN block scale": ("modelopt-qwen3_moe", at(f"{GATE}.weight_scale", _byte(0x7F))),
+    "negative block scale": ("modelopt-qwen3_moe", at(f"{GATE}.weight_scale", _byte(0xB8))),
     "NaN decode scale": (
         "modelopt-qwen3_moe",
-        _set(f"{GATE}.weight_scale_2", lambda t: t * float("nan")),
+        at(f"{GATE}.weight_scale_2", lambda t: t * float("nan")),
     ),
-    "negative decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: -t)),
+    "negative decode scale": ("modelopt-qwen3_moe", at(f"{GATE}.weight_scale_2", lambda t: -t)),
     "divisor for a multiplier": (
         "modelopt-qwen3_moe",
-        _set(f"{GATE}.weight_scale_2", lambda t: 1 / t),
+        at(f"{GATE}.weight_scale_2", lambda t: 1 / t),
     ),
     "multiplier for a divisor": (
         "ct-qwen3_moe",
-        _set(f"{GATE}.weight_global_scale", lambda t: 1 / t),
+        at(f"{GATE}.weight_global_scale", lambda t: 1 / t),
     ),
     "NaN scale of integers": (
         "ct-qwen3_moe-int4",
-        _set(f"{GATE}.weight_scale", lambda t: t * float("nan")),
+        at(f"{GATE}.weight_scale", lambda t: t * float("nan")),
     ),
     "negative FP8 scale": (
         "modelopt-qwen3_5_moe-mixed",
-        _set("model.language_model.layers.0.linear_attn.out_proj.weight_scale", lambda t: -t),
+        at("model.language_model.layers.0.linear_attn.out_proj.weight_scale", lambda t: -t),
     ),
-    "another shape": ("ct-qwen3_moe-int4", _set(f"{GATE}.weight_shape", lambda t: t - 1)),
-    "zero as a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 0 * t)),
+    "another shape": ("ct-qwen3_moe-int4", at(f"{GATE}.weight_shape", lambda t: t - 1)),
+    "zero as a divisor": ("ct-qwen3_moe", at(f"{GATE}.weight_global_scale", lambda t: 0 * t)),
 }
 
 
@@ -71,6 +67,4 @@ def test_bad_scales(
     name: str, how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]
 ) -> None:
     path = change(copied(name, tmp_path), how)
-    with pytest.raises(CheckpointError) as raised:
-        check(path)
-    golden(str(raised.value).replace(str(tmp_path), "…"))
+    golden(message(lambda: check(path)))

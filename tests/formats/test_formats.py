@@ -1,11 +1,13 @@
 """NVFP4 bytes: what they mean, how they are made, and what is refused."""
 
 import doctest
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bad_calls import messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +25,6 @@ from fusion_moe.encodings import (
     matrix_scale_of,
     quantize,
 )
-from fusion_moe.errors import DeviceError, DtypeError, NonFiniteError, ShapeError
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -258,168 +259,92 @@ def test_cuda_gives_the_bytes_of_the_cpu(dtype):
 # ------------------------------------------------------------------------------- sizes and refusals
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (
-            torch.ones(2, 16, dtype=torch.float64),
-            DtypeError,
-            "x is torch.float64; expected float32, bfloat16 or float16; cast it",
-        ),
-        (torch.ones(2, 16, dtype=torch.int32), DtypeError, "x is torch.int32"),
-        (torch.ones(16), ShapeError, r"x is \[16\]; expected \[\.\.\., N, K\]"),
-        (torch.ones(2, 40), ShapeError, "K = 40; expected a multiple of 16"),
-        (torch.ones(2, 0), ShapeError, r"x is \[2, 0\]; expected at least one element"),
-    ],
-)
-def test_quantize_refuses(x, error, message):
-    with pytest.raises(error, match=message):
-        quantize(x, NVFP4)
-
-
-@pytest.mark.parametrize(
-    ("scale", "error", "message"),
-    [
-        (torch.tensor(1.0), ShapeError, r"\[\]; expected \[2\] .*; expand a scale"),
-        (torch.ones(2, 4), ShapeError, r"\[2, 4\]; expected .*\[2, 'S'\].* S dividing N = 6"),
-        (torch.ones(2).bfloat16(), DtypeError, "torch.bfloat16; expected torch.float32"),
-        (torch.ones(2, device="meta"), DeviceError, "on meta; expected cpu"),
-    ],
-)
-def test_quantize_refuses_decode_scales(scale, error, message):
-    with pytest.raises(error, match=f"decode_scale is {message}"):
-        quantize(torch.ones(2, 6, 16), NVFP4, scale)
+def test_quantize_refuses(golden):
+    plain = torch.ones(2, 6, 16)
+    numbers = {
+        "float64": plain.double(),
+        "int32": plain.int(),
+        "a row": plain[0, 0],
+        "K": torch.ones(2, 40),
+        "nothing": torch.ones(2, 0),
+    }
+    scales = {
+        "one scale": torch.tensor(1.0),
+        "four scales for six rows": torch.ones(2, 4),
+        "bfloat16": torch.ones(2).bfloat16(),
+        "elsewhere": torch.ones(2, device="meta"),
+    }
+    golden(
+        messages(
+            {f"x, {what}": partial(quantize, x, NVFP4) for what, x in numbers.items()}
+            | {f"scale, {what}": partial(quantize, plain, NVFP4, t) for what, t in scales.items()}
+        )
+    )
 
 
 U8, F8, F32 = torch.uint8, torch.float8_e4m3fn, torch.float32
 
 
-@pytest.mark.parametrize(
-    ("codes", "block_scale", "decode_scale", "error", "message"),
-    [
-        (
-            ((2, 4, 16), F32),
-            ((2, 4, 2), F8),
-            ((2,), F32),
-            DtypeError,
-            "op: w_codes is torch.float32; expected torch.uint8",
-        ),
-        (
-            ((2, 4, 16), U8),
-            ((2, 4, 2), U8),
-            ((2,), F32),
-            DtypeError,
-            r"op: w_block_scale is "
-            r"torch.uint8; "
-            r".*view\(torch.float8_e4m3fn\)",
-        ),
-        (
-            ((2, 4, 16), U8),
-            ((2, 4, 2), F8),
-            ((2,), torch.float64),
-            DtypeError,
-            "op: w_decode_scale is torch.float64",
-        ),
-        (((16,), U8), ((2,), F8), ((), F32), ShapeError, r"op: w_codes is \[16\]"),
-        (
-            ((2, 4, 12), U8),
-            ((2, 4, 2), F8),
-            ((2,), F32),
-            ShapeError,
-            r"op: w_codes is \[2, 4, 12\], so K = 24; expected K a multiple of 16",
-        ),
-        (
-            ((2, 4, 16), U8),
-            ((2, 128, 4), F8),
-            ((2,), F32),
-            ShapeError,
-            r"w_block_scale is \[2, "
-            r"128, 4\]; expected \[2, "
-            r"4, 2\].*swizzle",
-        ),
-        (
-            ((2, 4, 16), U8),
-            ((2, 4, 2), F8),
-            ((3,), F32),
-            ShapeError,
-            r"w_decode_scale is \[3\]; "
-            r"expected \[2\]",
-        ),
-        (((2, 4, 16), U8), ((2, 4, 2), F8), ((2, 3), F32), ShapeError, "S dividing N = 4"),
-        (
-            ((2, 4, 16), U8),
-            ((2, 4, 2), F8),
-            ((2, 0), F32),
-            ShapeError,
-            r"w_decode_scale is "
-            r"\[2, 0\]",
-        ),
-        (
-            ((2, 4, 16), U8),
-            ((2, 4, 2), F8),
-            ((2, 2, 1), F32),
-            ShapeError,
-            r"w_decode_scale is "
-            r"\[2, 2, 1\]",
-        ),
-    ],
-)
-def test_check_parts_names_what_does_not_fit(codes, block_scale, decode_scale, error, message):
-    tensors = [
-        torch.empty(shape, dtype=dtype) for shape, dtype in (codes, block_scale, decode_scale)
-    ]
-    with pytest.raises(error, match=message):
-        check_parts(tensors, NVFP4, prefix="w_", where="op")
+def test_check_parts_names_what_does_not_fit(golden):
+    codes, scale, decode = ((2, 4, 16), U8), ((2, 4, 2), F8), ((2,), F32)
+    wrong = {
+        "floats": (((2, 4, 16), F32), scale, decode),
+        "scales in bytes": (codes, ((2, 4, 2), U8), decode),
+        "float64": (codes, scale, ((2,), torch.float64)),
+        "a row": (((16,), U8), ((2,), F8), ((), F32)),
+        "K": (((2, 4, 12), U8), scale, decode),
+        "in a kernel's order": (codes, ((2, 128, 4), F8), decode),
+        "another matrix's": (codes, scale, ((3,), F32)),
+        "3 for 4 rows": (codes, scale, ((2, 3), F32)),
+        "none": (codes, scale, ((2, 0), F32)),
+        "three dimensions": (codes, scale, ((2, 2, 1), F32)),
+    }
+    made = {
+        what: [torch.empty(shape, dtype=dtype) for shape, dtype in parts]
+        for what, parts in ({"elsewhere": (codes, scale, decode)} | wrong).items()
+    }
+    made["elsewhere"][1] = made["elsewhere"][1].to("meta")
+    golden(
+        messages(
+            {
+                what: partial(check_parts, tensors, NVFP4, prefix="w_", where="op")
+                for what, tensors in made.items()
+            }
+        )
+    )
 
 
 def test_check_parts_takes_what_fits():
     codes, block_scale = torch.empty(2, 4, 16, dtype=U8), torch.empty(2, 4, 2, dtype=F8)
     for shape in ((2,), (2, 1), (2, 2), (2, 4)):
         assert check_parts((codes, block_scale, torch.empty(shape)), NVFP4) == (2, 4, 32)
-    with pytest.raises(
-        DeviceError,
-        match=r"block_scale is on meta; expected cpu.*; "
-        r"block_scale.to\('cpu'\)",
-    ):
-        check_parts((codes, block_scale.to("meta"), torch.empty(2)), NVFP4)
 
 
-def test_check_block_scales():
+def test_check_block_scales(golden):
     part = NVFP4.parts[1]
     check_part_scales(part, torch.arange(0x7F, dtype=torch.uint8).view(F8), "w.scale")
-    for byte, count in (
-        (0x7F, "1 NaN and 0 negative"),
-        (0xFF, "1 NaN and 0 negative"),
-        (0x80, "0 NaN and 1 negative"),
-        (0xFE, "0 NaN and 1"),
-    ):
-        bad = torch.full((3, 4), 0x38, dtype=torch.uint8)
-        bad[1, 2] = byte
-        with pytest.raises(
-            NonFiniteError,
-            match=rf"{count}.* of w.scale \[3, 4\], the first at "
-            r"\(1, 2\)",
-        ):
-            check_part_scales(part, bad.view(F8), "w.scale")
+    bad = torch.full((4, 3, 4), 0x38, dtype=torch.uint8)
+    bad[:, 1, 2] = torch.tensor([0x7F, 0xFF, 0x80, 0xFE], dtype=torch.uint8)
+    golden(
+        messages(
+            {
+                f"{int(t[1, 2]):#x}": partial(check_part_scales, part, t.view(F8), "w.scale")
+                for t in bad
+            }
+        )
+    )
 
 
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_check_finite(dtype):
-    x = torch.zeros(2, 3, dtype=dtype)
+def test_check_finite(golden):
+    x = torch.zeros(2, 3)
     check_finite(x, NVFP4)
     x[0, 2], x[1, 0], x[1, 1] = float("-inf"), float("nan"), float("inf")
-    message = (
-        r"1 NaN and 2 infinite among the 6 elements of gate \[2, 3\], the first at \(0, "
-        r"2\): -inf; .*nan_to_num\(gate\)"
+    golden(
+        messages(
+            {
+                f"{name} to {encoding.name}": partial(check_finite, x.to(dtype), encoding, "gate")
+                for name, dtype in FLOATS.items()
+                for encoding in (NVFP4, MXFP4, BF16)
+            }
+        )
     )
-    with pytest.raises(NonFiniteError, match=message):
-        check_finite(x, NVFP4, "gate")
-    for encoding, reason in (
-        (NVFP4, ", which has no NaN or infinity"),
-        (MXFP4, ", which has no NaN or infinity"),
-        (BF16, ""),
-    ):
-        with pytest.raises(
-            NonFiniteError, match=f"expected finite numbers to quantize to {encoding.name}{reason};"
-        ):
-            check_finite(x, encoding=encoding)

@@ -1,16 +1,17 @@
 """Arithmetic on group sizes against plain Python."""
 
 import doctest
+from functools import partial
 
 import pytest
 import torch
+from bad_calls import messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fusion_moe.errors import DtypeError, GroupsError, ShapeError
 from fusion_moe.layouts import groups
 
 EDGES = [0, 1, 7, 15, 17, 127, 128, 129]
@@ -152,61 +153,36 @@ def test_bound_of_a_symbolic_size():
         assert int(bound.node.expr.subs(symbol, total)) == groups.bound(total, 4, 128)
 
 
-@pytest.mark.parametrize(
-    ("ends", "message"),
-    [
-        (
-            i32(3, 5, 4, 12),
-            r"offs\[2\] = 4 is below offs\[1\] = 5; expected an end from 5 to 12 "
-            r"for group 2 of 4; pass cumulative ends",
-        ),
-        (
-            i32(3, 13, 4, 99),
-            r"offs\[1\] = 13 is past the 12 rows; expected an end from 3 to 12 "
-            r"for group 1 of 4",
-        ),
-        (i32(-1, 3), r"offs\[0\] = -1 is negative; expected an end from 0 to 12 for group 0 of 2"),
-        (i32(3, -2), r"offs\[1\] = -2 is negative"),
-    ],
-)
-def test_check_ends_names_the_first_bad_group(ends, message):
-    with pytest.raises(GroupsError, match=message):
-        groups.check_ends(ends, 12)
-
-
-def test_check_ends_types():
-    with pytest.raises(DtypeError, match=r"group_ends is torch.int64; expected torch.int32"):
-        groups.check_ends(torch.tensor([1, 2]), 2, "group_ends")
-    with pytest.raises(ShapeError, match=r"offs is \[1, 2\]; expected \[G\]"):
-        groups.check_ends(i32(1, 2)[None], 2)
+def test_bad_ends(golden):
+    """The first bad group is named."""
     groups.check_ends(i32(0, 0, 2), 5)  # the last end may lie before the last row
+    bad = {
+        "below the one before": i32(3, 5, 4, 12),
+        "past the rows": i32(3, 13, 4, 99),
+        "negative": i32(-1, 3),
+        "negative later": i32(3, -2),
+        "int64": i32(1, 2).long(),
+        "a matrix": i32(1, 2)[None],
+    }
+    calls = {what: partial(groups.check_ends, ends, 12) for what, ends in bad.items()}
+    named = {"by another name": partial(groups.check_ends, i32(3, -2), 12, "group_ends")}
+    golden(messages(calls | named))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_check_ids(dtype):
-    ids = torch.tensor([[0, 7], [3, 1]], dtype=dtype)
-    groups.check_ids(ids, 8)
-    with pytest.raises(
-        GroupsError,
-        match=r"ids\[0, 1\] = 7 is out of range \(1 of 4 are\); "
-        r"expected ids from 0 to 6",
-    ):
-        groups.check_ids(ids, 7)
-    ids[1, 0] = -1
-    with pytest.raises(GroupsError, match=r"experts\[0, 1\] = 7 is out of range \(2 of 4 are\)"):
-        groups.check_ids(ids, 7, "experts")
-    with pytest.raises(
-        GroupsError,
-        match=r"ids\[1, 0\] = -1 is out of range \(1 of 4 are\); "
-        r"expected ids from 0 to 7; ",
-    ):
-        groups.check_ids(ids, 8)
-    groups.check_ids(ids, 8, least=-1)
-    with pytest.raises(
-        GroupsError,
-        match=r"= 7 is out of range \(1 of 4 are\); expected ids from "
-        r"0 to 6, or -1 for no expert;",
-    ):
-        groups.check_ids(ids, 7, least=-1)
-    with pytest.raises(DtypeError, match=r"ids is torch.float32"):
-        groups.check_ids(ids.float(), 8)
+def test_bad_ids(golden):
+    ids, less = torch.tensor([[0, 7], [3, 1]]), torch.tensor([[0, 7], [-1, 1]])
+    for dtype in torch.int32, torch.int64:
+        groups.check_ids(ids.to(dtype), 8)
+        groups.check_ids(less.to(dtype), 8, least=-1)
+    golden(
+        messages(
+            {
+                "past the last": lambda: groups.check_ids(ids, 7),
+                "past the last, int32": lambda: groups.check_ids(ids.int(), 7),
+                "past the last and negative": lambda: groups.check_ids(less, 7, "experts"),
+                "negative": lambda: groups.check_ids(less, 8),
+                "past the last beside none": lambda: groups.check_ids(less, 7, least=-1),
+                "floats": lambda: groups.check_ids(ids.float(), 8),
+            }
+        )
+    )

@@ -4,13 +4,12 @@ refused.
 
 import ml_dtypes
 import numpy as np
-import pytest
 import torch
+from bad_calls import messages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_moe.encodings import BF16, MXFP4, NVFP4, Quantized, exactly, quantize
-from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 OCTAVES = 17
@@ -89,20 +88,18 @@ def test_rows_get_scales_of_their_own_only_where_one_is_too_few():
     assert exactly(q, NVFP4, 2).decode_scale.tolist() == [[2.0**8, 2.0**-10]]
 
 
-def test_refusals():
+def test_refusals(golden):
     x = torch.ones(2, 4, 64)
     x[1, 2, 40] = 2.0**18
-    q = quantize(x, encoding=MXFP4)
-    with pytest.raises(
-        UnsupportedError,
-        match=r"row \(1, 2\) has block scales from 2\^-2 to "
-        r"2\^16; expected 17 octaves at most",
-    ):
-        exactly(q, NVFP4)
-    with pytest.raises(UnsupportedError, match="a weight in bf16; expected nvfp4 or mxfp4"):
-        exactly(quantize(x.bfloat16(), encoding=BF16), NVFP4)
-    with pytest.raises(ShapeError, match=r"3 runs of a weight \[2, 4, 64\]"):
-        exactly(q, NVFP4, 3)
-    q.block_scale.view(torch.uint8)[0, 1, 1] = 255
-    with pytest.raises(NonFiniteError, match="1 NaN"):
-        exactly(q, NVFP4)
+    q, no_number = (quantize(x, encoding=MXFP4) for _ in range(2))
+    no_number.block_scale.view(torch.uint8)[0, 1, 1] = 255
+    golden(
+        messages(
+            {
+                "too many octaves": lambda: exactly(q, NVFP4),
+                "no FP4": lambda: exactly(quantize(x.bfloat16(), encoding=BF16), NVFP4),
+                "runs": lambda: exactly(q, NVFP4, 3),
+                "NaN": lambda: exactly(no_number, NVFP4),
+            }
+        )
+    )

@@ -1,9 +1,12 @@
 """Rules that choose the scales of blocks: the best of their candidates, counted in float64."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bad_calls import messages
 
 from fusion_moe.encodings import (
     FP8,
@@ -17,7 +20,7 @@ from fusion_moe.encodings import (
 )
 from fusion_moe.encodings.convert import to_nvfp4
 from fusion_moe.encodings.e2m1 import E2M1
-from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
+from fusion_moe.errors import NonFiniteError
 
 OFFSETS = {"mse": (0, *range(-5, 0), *range(1, 7))}
 RULES = [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
@@ -125,14 +128,16 @@ def test_numbers_that_are_not_finite(rule, bad):
         to_nvfp4(x, scales=rule)
 
 
-def test_rules_that_there_are_not():
-    with pytest.raises(OptionError, match=r"scales = 'msee'.*did you mean 'mse'"):
-        quantize(weight(), NVFP4, scales="msee")
-    with pytest.raises(UnsupportedError, match=r"'four_over_six' for mxfp4; expected 'max' or 'ms"):
-        quantize(weight(), MXFP4, scales="four_over_six")
-    with pytest.raises(UnsupportedError, match=r"'mse' for fp8; expected 'max'"):
-        quantize(weight(), FP8, scales="mse")
+def test_rules(golden):
     assert [search.usual_rule(e) for e in (NVFP4, MXFP4, INT4, FP8)] == ["mse", "max", "mse", "max"]
+    golden(
+        messages(
+            {
+                f"{rule} of {encoding.name}": partial(quantize, weight(), encoding, scales=rule)
+                for encoding, rule in ((NVFP4, "msee"), (MXFP4, "four_over_six"), (FP8, "mse"))
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

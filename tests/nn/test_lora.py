@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
+from bad_calls import messages
 from experts import copied, float_weights, routed, same_state
 from test_quantize import experts_of, qwen3_moe
 
 import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
-from fusion_moe.errors import DtypeError, NonFiniteError, OptionError, UnsupportedError
+from fusion_moe.errors import NonFiniteError, UnsupportedError
 from fusion_moe.messages import warn
 from fusion_moe.nn import Adapter, CustomExperts, Experts, NVFP4Experts, add_lora_, merge_lora_
 from fusion_moe.nn.frozen.packed import relayout_
@@ -118,66 +119,21 @@ def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
 
 
 REFUSED = {
-    "no experts": (
-        lambda: add_lora_(torch.nn.Linear(4, 4)),
-        UnsupportedError,
-        r"no experts of fusion_moe.nn in a Linear; expected at least one module of them; "
-        r"quantize_\(model\) first",
-    ),
-    "no module": (
-        lambda: add_lora_(torch.zeros(1)),
-        UnsupportedError,
-        "a Tensor; expected a torch.nn.Module with experts",
-    ),
-    "none chosen": (
-        lambda: add_lora_(experts(), filter_fn=lambda *_: False),
-        UnsupportedError,
-        "filter_fn rejected all experts",
-    ),
-    "rank 0": (
-        lambda: add_lora_(experts(), 0),
-        OptionError,
-        "rank = 0; expected a positive integer",
-    ),
-    "half a rank": (
-        lambda: add_lora_(experts(), 0.5),
-        OptionError,
-        "rank = 0.5; expected a positive integer",
-    ),
-    "alpha": (
-        lambda: add_lora_(experts(), alpha=math.nan),
-        OptionError,
-        "alpha = nan; expected a finite number",
-    ),
-    "large alpha": (
-        lambda: add_lora_(experts(), alpha=1e308),
-        OptionError,
-        r"alpha = 1e\+308; "
-        r"expected a finite "
-        r"number in float32",
-    ),
-    "another target": (
-        lambda: add_lora_(experts(), targets=("up",)),
-        OptionError,
-        "targets = 'up'; expected one of gate_up, down",
-    ),
-    "no target": (
-        lambda: add_lora_(experts(), targets=()),
-        UnsupportedError,
-        "no targets among the experts; expected targets of these: gate_up, down",
-    ),
-    "integers": (
-        lambda: add_lora_(experts(), dtype=torch.int8),
-        DtypeError,
-        "dtype = torch.int8; expected one of",
-    ),
+    "no experts": lambda: add_lora_(torch.nn.Linear(4, 4)),
+    "no module": lambda: add_lora_(torch.zeros(1)),
+    "none chosen": lambda: add_lora_(experts(), filter_fn=lambda *_: False),
+    "rank 0": lambda: add_lora_(experts(), 0),
+    "half a rank": lambda: add_lora_(experts(), 0.5),
+    "alpha": lambda: add_lora_(experts(), alpha=math.nan),
+    "large alpha": lambda: add_lora_(experts(), alpha=1e308),
+    "another target": lambda: add_lora_(experts(), targets=("up",)),
+    "no target": lambda: add_lora_(experts(), targets=()),
+    "integers": lambda: add_lora_(experts(), dtype=torch.int8),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_refused(call, error, says):
-    with pytest.raises(error, match=f"add_lora_: {says}"):
-        call()
+def test_refused(golden):
+    golden(messages(REFUSED))
 
 
 def test_not_twice():

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from bad_calls import messages
 from moe_models import H, I, O, tokens, weight
 from users_operations import library
 
@@ -67,10 +68,6 @@ def states_an_output(fd, x):
     return fd.ops.add(x, x)
 
 
-def defines_an_input(fd, x):
-    return fd.ops.add(x, fd.define_tensor(shape=[5, I], dtype="f32"))
-
-
 def of_a_size_nobody_knows(fd, x):
     fd.ops.full(shape=(symbol("zz"),), fill_value=1.0, dtype="f32")
     return fd.ops.add(x, x)
@@ -102,7 +99,10 @@ FAULTS = {
         states_an_output,
         "fd.add_output in a translator; expected operations on its arguments",
     ),
-    "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
+    "defines an input": (
+        lambda fd, x: fd.ops.add(x, fd.define_tensor(shape=[5, I], dtype="f32")),
+        "fd.define_tensor in a translator",
+    ),
     "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
     "a size nobody knows": (
         of_a_size_nobody_knows,
@@ -279,31 +279,18 @@ def test_operations_themselves_are_names(lib):
         assert translate.find(NAME) is None
 
 
-@pytest.mark.parametrize(
-    ("op", "said"),
-    [
-        (
-            torch.ops.aten.add,
-            "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar",
-        ),
-        (
-            torch.relu,
-            "is not an operation; expected a name, torch.ops.x.y, one of its overloads, "
-            "or a custom_op",
-        ),
-    ],
-    ids=["several overloads", "a function"],
-)
-def test_what_is_no_one_operation(op, said):
-    with pytest.raises(TranslatorError, match=said):
-        translator(op)(lambda fd, x: x)
-
-
-def test_what_cannot_be_called_is_no_translator(lib):
-    with pytest.raises(
-        TranslatorError, match=f"the translator of {NAME} is None; expected a function"
-    ):
-        translator(NAME)(None)
+def test_what_is_no_operation_and_no_translator(lib, golden):
+    golden(
+        messages(
+            {
+                "several overloads": lambda: translator(torch.ops.aten.add)(lambda fd, x: x),
+                "a function": lambda: translator(len)(lambda fd, x: x),
+                "None": lambda: translator(NAME)(None),
+                "no translator": lambda: check_translator(NAME, torch.ones(3)),
+                "no operation": lambda: check_translator("bad_translators::none", torch.ones(3)),
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,6 +434,15 @@ def test_what_a_translator_raised_is_the_cause(lib):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def test_a_refusal_is_told(lib):
+    @translator(NAME)
+    def refuse(fd, x):
+        raise Untranslatable("never")
+
+    with pytest.raises(Untranslatable, match="never"):
+        check_translator(NAME, torch.ones(3))
+
+
 def test_a_fake_that_lies_does_not_pass(lib):
     lies = lib("lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
     translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
@@ -456,20 +452,6 @@ def test_a_fake_that_lies_does_not_pass(lib):
     )
     with pytest.raises(TranslatorError, match=said):
         check_translator(lies, torch.ones(3))
-
-
-def test_a_refusal_and_no_translator_are_told(lib):
-    with pytest.raises(TranslatorError, match="twice.default has no translator"):
-        check_translator(NAME, torch.ones(3))
-
-    @translator(NAME)
-    def refuse(fd, x):
-        raise Untranslatable("never")
-
-    with pytest.raises(Untranslatable, match="never"):
-        check_translator(NAME, torch.ones(3))
-    with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
-        check_translator("bad_translators::none", torch.ones(3))
 
 
 # Built-in translators -----------------------------------------------------------------------------
