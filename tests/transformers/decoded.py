@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+TOKENS = torch.arange(3, 20)[None]
 RENAMED = {
     "mixtral": ((r"\.block_sparse_moe\.", ".mlp."),),
     "nemotron_h": ((r"^backbone\.", "model."),),
@@ -44,6 +46,19 @@ def plain_model(directory: Path) -> Any:
     model.load_state_dict(state)
     model.tie_weights()
     return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def configured(directory: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The directory, whose configuration a function has changed."""
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from bad_calls import messages
+from files import again, change, copied
 
 pytest.importorskip("transformers")
 
-from decoded import plain_model, relative, same_bytes, same_parameters
+from decoded import configured, logits, plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -30,7 +33,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
 from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
-from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
+from fusion_moe.errors import CheckpointError, OptionError, UnsupportedError
 from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
@@ -42,13 +45,7 @@ DIRECTORIES = sorted(
 )
 AS_MODELOPT = [name for name in DIRECTORIES if name in ("ct-qwen3_moe", "ct-mixtral", "ct-gpt_oss")]
 AS_LOADED = [n for n in DIRECTORIES if n not in AS_MODELOPT and not n.startswith("bnb")]
-TOKENS = torch.arange(3, 12)[None]
 PARTS = ("weight", "weight_scale", "weight_scale_2")
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -180,17 +177,8 @@ def test_layers_for_further_tokens_are_left_out(names, tmp_path):
     """Encoded ones too, as transformers leaves them out: those from num_hidden_layers on, and
     `mtp`.
     """
-
-    def another_layer(t):
-        t.update(
-            {
-                name.replace("model.layers.0.mlp", names): t[name].clone()
-                for name in list(t)
-                if "layers.0.mlp" in name
-            }
-        )
-
-    model = AutoModelForCausalLM.from_pretrained(changed(tmp_path, another_layer))
+    copy = changed(tmp_path, again("model.layers.0.mlp", names))
+    model = AutoModelForCausalLM.from_pretrained(copy)
     assert same_parameters(model, from_pretrained(MADE / "modelopt-qwen3_moe"))
 
 
@@ -238,9 +226,7 @@ def test_a_head_that_was_lost(name, tmp_path):
 
 @pytest.mark.parametrize("named", [[1.5], "Qwen3MoeForCausalLM", [["Qwen3MoeForCausalLM"]]])
 def test_architectures_are_names(named, tmp_path):
-    directory = changed(tmp_path, lambda t: None)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    directory = configured(changed(tmp_path), lambda c: c.update(architectures=named))
     with pytest.raises(
         CheckpointError,
         match=r"config.json: architectures .*; expected a list of "
@@ -251,9 +237,7 @@ def test_architectures_are_names(named, tmp_path):
 
 @pytest.mark.parametrize("named", [None, [], ["NoSuchModel"], ["pipeline"], ["BertModel"]])
 def test_architectures_that_name_no_class_for_this_configuration(named, tmp_path):
-    directory = changed(tmp_path, lambda t: None)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    directory = configured(changed(tmp_path), lambda c: c.update(architectures=named))
     assert same_parameters(from_pretrained(directory), from_pretrained(MADE / "modelopt-qwen3_moe"))
 
 
@@ -262,126 +246,63 @@ def test_shapes_of_packed_tensors_are_not_unexpected():
     assert not any(info.values())
 
 
+EXPERTS, ATTENTION = "model.layers.0.mlp.experts", "model.layers.0.self_attn"
+MIXED, OUT = "modelopt-qwen3_5_moe-mixed", "layers.0.linear_attn.out_proj.weight_scale"
+
+
+def lost(name: str):
+    return lambda t: [t.pop(f"{name}.{part}") for part in PARTS]
+
+
 # Errors, before anything is read ------------------------------------------------------------------
 
 
-def changed(tmp_path: Path, change, name: str = "modelopt-qwen3_moe") -> Path:
+def changed(tmp_path: Path, how=lambda t: None, name: str = "modelopt-qwen3_moe") -> Path:
     """A copy of a directory whose tensors a function has changed."""
-    copy = tmp_path / "copy"
-    shutil.copytree(MADE / name, copy)
-    (file,) = copy.glob("*.safetensors")
-    found = load_file(file)
-    change(found)
-    save_file(found, file, metadata={"format": "pt"})
-    return copy
+    return change(copied(name, tmp_path), how)
 
 
-def expert_lost(t):
-    for part in PARTS:
-        del t[f"model.layers.0.mlp.experts.2.up_proj.{part}"]
-
-
-def linear_lost(t):
-    for part in PARTS:
-        del t[f"model.layers.0.self_attn.q_proj.{part}"]
-
-
-def weight_of_nothing(t):
-    for part in PARTS:
-        t[f"model.layers.0.mlp.router.{part}"] = t[
-            f"model.layers.0.self_attn.q_proj.{part}"
-        ].clone()
-
-
-def expert_too_many(t):
-    t.update(
-        {
-            name.replace("experts.0.", "experts.8."): t[name].clone()
-            for name in list(t)
-            if "experts.0." in name
-        }
+def test_a_gap_is_an_error_and_no_random_number(tmp_path, golden):
+    changes = {
+        "a weight of an expert": lost(f"{EXPERTS}.2.up_proj"),
+        "a weight of attention": lost(f"{ATTENTION}.q_proj"),
+        "one too many": again("self_attn.q_proj.", "mlp.router."),
+        "an expert too many": again("experts.0.", "experts.8."),
+        "a norm": lambda t: t.pop("model.norm.weight"),
+        "a scale": lambda t: t.pop(f"{ATTENTION}.q_proj.weight_scale_2"),
+    }
+    load = AutoModelForCausalLM.from_pretrained
+    golden(
+        messages({what: partial(load, changed(tmp_path / what, c)) for what, c in changes.items()})
     )
 
 
-def norm_lost(t):
-    del t["model.norm.weight"]
-
-
-def scale_lost(t):
-    del t["model.layers.0.self_attn.q_proj.weight_scale_2"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            expert_lost,
-            r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 "
-            r"weights of gate_up",
-        ),
-        (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
-        (
-            weight_of_nothing,
-            "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight",
-        ),
-        (
-            expert_too_many,
-            r"mlp.experts.8.*, of no module; .* the numbers of layers and experts in config.json",
-        ),
-        (norm_lost, "nothing for model.norm.weight; expected all"),
-        (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
-    ],
-)
-def test_a_gap_is_an_error_and_no_random_number(change, message, tmp_path):
-    with pytest.raises(CheckpointError, match=message):
-        AutoModelForCausalLM.from_pretrained(changed(tmp_path, change))
-
-
-def nan_in_a_scale(t):
-    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"].view(torch.uint8)[3, 1] = 0x7F
-
-
-def negative_scale(t):
-    t["model.layers.0.self_attn.q_proj.weight_scale_2"].neg_()
-
-
-def infinite_scale_of_integers(t):
-    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][3, 0] = float("inf")
-
-
-def nan_as_a_scale_of_eight_bit(t):
-    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].fill_(float("nan"))
-
-
-def negative_scale_of_eight_bit(t):
-    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].neg_()
-
-
-EXPERTS, ATTENTION = "model.layers.0.mlp.experts", "model.layers.0.self_attn"
-MIXED, OUT = "modelopt-qwen3_5_moe-mixed", "model.layers.0.linear_attn.out_proj.weight_scale"
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "modelopt-qwen3_moe",
-            nan_in_a_scale,
-            f"1 NaN and 0 neg.* of {EXPERTS}.gate_up_proj_scale",
-        ),
-        ("modelopt-qwen3_moe", negative_scale, f"1 NaN, .* of {ATTENTION}.q_proj.weight_scale_2"),
-        (
-            "ct-qwen3_moe-int4",
-            infinite_scale_of_integers,
-            f"1 NaN or infinite .* of {EXPERTS}.gate_up_proj_scale",
-        ),
-        (MIXED, nan_as_a_scale_of_eight_bit, f"{OUT} .*: nan; expected scales of 8-bit"),
-        (MIXED, negative_scale_of_eight_bit, f"1 .* or negative .* of {OUT}"),
-    ],
-)
-def test_scales_are_numbers(name, change, message, tmp_path):
-    with pytest.raises(NonFiniteError, match=message):
-        from_pretrained(changed(tmp_path, change, name))
+def test_scales_are_numbers(tmp_path, golden):
+    up, one = f"{EXPERTS}.2.up_proj.weight_scale", f"{ATTENTION}.q_proj.weight_scale_2"
+    of_rows = f"model.language_model.{OUT}"
+    changes = {
+        "NaN": lambda t: t[up].view(torch.uint8)[3, 1].fill_(0x7F),
+        "a negative one": lambda t: t[one].neg_(),
+        "infinity, integers": lambda t: t[up][3, 0].fill_(torch.inf),
+        "NaN, FP8": lambda t: t[of_rows].fill_(torch.nan),
+        "negative ones, FP8": lambda t: t[of_rows].neg_(),
+    }
+    names = {"integers": "ct-qwen3_moe-int4", "FP8": MIXED}
+    golden(
+        messages(
+            {
+                what: partial(
+                    from_pretrained,
+                    changed(
+                        tmp_path / what,
+                        c,
+                        names.get(what.partition(", ")[2], "modelopt-qwen3_moe"),
+                    ),
+                )
+                for what, c in changes.items()
+            }
+        )
+    )
 
 
 def test_scales_of_integers_may_be_negative(tmp_path):
@@ -400,19 +321,14 @@ def test_scales_of_integers_may_be_negative(tmp_path):
 
 
 def test_a_method_that_is_not_read(tmp_path):
-    copy = changed(tmp_path, lambda found: None)
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "quanto", "bits": 4}
-    (copy / "config.json").write_text(json.dumps(config))
+    said = {"quant_method": "quanto", "bits": 4}
+    copy = configured(changed(tmp_path), lambda c: c.update(quantization_config=said))
     with pytest.raises(UnsupportedError, match="quant_method 'quanto'"):
         from_pretrained(copy)
 
 
 def test_a_configuration_in_a_file_of_its_own(tmp_path):
-    copy = changed(tmp_path, lambda found: None)
-    config = json.loads((copy / "config.json").read_text())
-    del config["quantization_config"]
-    (copy / "config.json").write_text(json.dumps(config))
+    copy = configured(changed(tmp_path), lambda c: c.pop("quantization_config"))
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
 
 
@@ -426,11 +342,9 @@ def said_in(config: dict, part: str, key: str, said: dict) -> None:
     ("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")]
 )
 def test_a_configuration_at_another_place(part, key, name, tmp_path):
-    copy = changed(tmp_path, lambda found: None, name)
+    copy = changed(tmp_path, name=name)
     (copy / "hf_quant_config.json").unlink(missing_ok=True)
-    config = json.loads((copy / "config.json").read_text())
-    said_in(config, part, key, config.pop("quantization_config"))
-    (copy / "config.json").write_text(json.dumps(config))
+    configured(copy, lambda c: said_in(c, part, key, c.pop("quantization_config")))
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / name))
 
 
@@ -565,10 +479,7 @@ def test_names_and_revisions_of_the_hub(tmp_path):
     """The configuration is that of the revision too, and the file of older exports is found
     there.
     """
-    older = changed(tmp_path / "older", lambda found: None)
-    config = json.loads((older / "config.json").read_text())
-    del config["quantization_config"]
-    (older / "config.json").write_text(json.dumps(config))
+    older = configured(changed(tmp_path / "older"), lambda c: c.pop("quantization_config"))
     in_the_hubs_cache(tmp_path / "hub", {"main": MADE / "modelopt-mixtral", "older": older})
     where = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
     assert same_parameters(
@@ -605,28 +516,11 @@ def test_a_name_that_is_taken(monkeypatch):
 
 def test_an_expert_by_an_unusual_number(tmp_path):
     """It is not expert 1 again, by whichever comes last."""
-
-    def twice(t):
-        t.update(
-            {
-                name.replace("experts.1.", "experts.01."): t[name].clone()
-                for name in list(t)
-                if "experts.1." in name
-            }
-        )
-
-    with pytest.raises(
-        CheckpointError,
-        match=r"experts.01.\w+: expert 01; expected a number in "
-        r"digits 0 to 9",
-    ):
-        from_pretrained(changed(tmp_path, twice))
-    with pytest.raises(
-        CheckpointError,
-        match=r"experts.01.\w+: expert 01; expected a number in "
-        r"digits 0 to 9",
-    ):
-        convert(tmp_path / "copy", tmp_path / "converted")
+    copy = changed(tmp_path, again("experts.1.", "experts.01."))
+    says = r"experts.01.\w+: expert 01; expected a number in digits 0 to 9"
+    for read in from_pretrained, lambda copy: convert(copy, tmp_path / "converted"):
+        with pytest.raises(CheckpointError, match=says):
+            read(copy)
 
 
 @pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "ct-qwen3_moe", "bf16-qwen3_moe"])
@@ -694,13 +588,11 @@ def test_the_model_type_is_a_name(kind, tmp_path):
 
 def test_kimi_k2_is_deepseek_v3(tmp_path):
     path = Path(shutil.copytree(MADE / "modelopt-deepseek_v3-w4a16", tmp_path / "kimi"))
-    config = json.loads((path / "config.json").read_text())
     said = {
         "model_type": "kimi_k2",
         "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
     }
-    (path / "config.json").write_text(json.dumps(config | said))
-    model = from_pretrained(path)
+    model = from_pretrained(configured(path, lambda c: c.update(said)))
     assert same_parameters(model, from_pretrained(MADE / "modelopt-deepseek_v3-w4a16"))
     model.save_pretrained(tmp_path / "saved")
     assert same_parameters(from_pretrained(tmp_path / "saved"), model)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from decoded import relative, same_parameters
+from decoded import configured, logits, relative, same_parameters
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -62,20 +62,18 @@ FAMILIES = {
     },
 }
 LINEAR = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
-TOKENS = torch.arange(3, 12)[None]
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
+def random_model(family: str = "qwen3_moe", dtype: torch.dtype | None = None, **sizes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **sizes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def saved(request, tmp_path_factory):
-    torch.manual_seed(0)
     directory = tmp_path_factory.mktemp(request.param)
-    config = AutoConfig.for_model(request.param, **{**SMALL, **FAMILIES[request.param]})
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    random_model(request.param, torch.bfloat16).save_pretrained(directory)
     return directory
 
 
@@ -106,16 +104,10 @@ def test_the_configuration_of_quantize_will_do(saved):
 
 
 def test_names_in_files_are_the_familys(tmp_path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"])
-    )
+    model = random_model("mixtral")
     fusion_moe.quantize_(model)
     model.save_pretrained(tmp_path)
-    from safetensors import safe_open
-
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        names = [name for name in file.keys() if "experts.3." in name]  # noqa: SIM118
+    names = [name for name in load_file(tmp_path / "model.safetensors") if "experts.3." in name]
     parts = ("weight", "weight_scale", "weight_scale_2")
     assert sorted(names) == [
         f"model.layers.0.block_sparse_moe.experts.3.{w}.{p}"
@@ -176,23 +168,16 @@ def test_formats_that_differ_are_not_written(tmp_path):
 
 def test_a_format_that_is_none(tmp_path):
     copy = shutil.copytree(MADE / "modelopt-qwen3_moe", tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"]["activation_format"] = "fp4"
-    (copy / "config.json").write_text(json.dumps(config))
+    configured(copy, lambda c: c["quantization_config"].update(activation_format="fp4"))
     with pytest.raises(OptionError, match="activation_format = 'fp4'; expected one of bf16, nvfp4"):
         AutoModelForCausalLM.from_pretrained(copy)
 
 
 def test_what_nothing_would_load_is_not_written(tmp_path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3_moe", **SMALL, **FAMILIES["qwen3_moe"])
-    )
+    model = random_model()
     fusion_moe.quantize_(model)
-    experts = model.model.layers[0].mlp.experts
     up, down = (quantize(torch.randn(shape), FP8_CHANNEL) for shape in ((4, 64, 64), (4, 64, 32)))
     model.model.layers[0].mlp.experts = Experts(up, down)
-    assert experts is not model.model.layers[0].mlp.experts
     with pytest.raises(
         UnsupportedError, match="weights in fp8_channel; expected one of nvfp4, mxf"
     ):
@@ -201,10 +186,7 @@ def test_what_nothing_would_load_is_not_written(tmp_path):
 
 
 def test_llama_4_is_replaced_as_a_whole(tmp_path):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama4_text", **{**SMALL, **FAMILIES["llama4_text"]})
-    ).save_pretrained(tmp_path)
+    random_model("llama4_text").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NVFP4Config())
     assert isinstance(model.model.layers[0].feed_forward, Llama4MoE)
 
@@ -225,14 +207,9 @@ def eight_bit(directory, left="-"):
         found |= {name: values, f"{name}_scale_inv": scale.reshape(1, 1)}
         meant[name] = (values.float() * scale).bfloat16()
     save_file(found, file, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    said |= {"weight_block_size": [128, 128]}
+    configured(directory, lambda c: c.update(quantization_config=said))
     return meant
 
 
@@ -242,11 +219,7 @@ def eight_bit(directory, left="-"):
 )
 def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
     """And experts that some layers have in bfloat16."""
-    torch.manual_seed(0)
-    sizes = {**SMALL, **FAMILIES[family], "num_hidden_layers": 2}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16
-    )
+    model = random_model(family, torch.bfloat16, num_hidden_layers=2)
     for directory in ("plain", "eight"):
         model.save_pretrained(tmp_path / directory)
     meant = eight_bit(tmp_path / "eight", left)
@@ -267,9 +240,7 @@ def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
 
 def test_eight_bit_floats_with_rows_in_fp8_if_asked(tmp_path):
     """By our configuration or transformers'; never by what the directory says."""
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
-    ).save_pretrained(tmp_path)
+    random_model().save_pretrained(tmp_path)
     eight_bit(tmp_path)
 
     def experts(**how):
@@ -300,9 +271,7 @@ def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])
 def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
-    ).save_pretrained(tmp_path)
+    random_model().save_pretrained(tmp_path)
     eight_bit(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     found["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"].mul_(factor)
@@ -354,9 +323,7 @@ def test_the_rule_for_scales_is_saved_and_loaded(saved, rule, tmp_path):
 
 
 def test_eight_bit_floats_by_a_rule(tmp_path):
-    sizes = {**SMALL, **FAMILIES["qwen3_moe"]}
-    floats = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
-    floats.save_pretrained(eight := tmp_path / "eight")
+    random_model().save_pretrained(eight := tmp_path / "eight")
     eight_bit(eight)
     made = from_pretrained(eight, quantization_config=NVFP4Config(scales="max"))
     one = from_pretrained(eight, quantization_config=NVFP4Config())
@@ -373,11 +340,9 @@ METHODS = {"mxfp4": "compressed-tensors", "int4": "compressed-tensors", "fp8": "
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "gpt_oss"])
 def whole_blocks(request, tmp_path_factory):
     """Sizes that are whole blocks of all formats; FP8 has more than one in a matrix."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128}
-    config = AutoConfig.for_model(request.param, **{**SMALL, **FAMILIES[request.param], **sizes})
     directory = tmp_path_factory.mktemp(request.param)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    random_model(request.param, torch.bfloat16, **sizes).save_pretrained(directory)
     return directory
 
 
@@ -409,11 +374,8 @@ def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory):
-    torch.manual_seed(0)
-    sizes = {**SMALL, **FAMILIES["qwen3_moe"], "num_hidden_layers": 2}
     directory = tmp_path_factory.mktemp("two_layers")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
-    model.save_pretrained(directory)
+    random_model(num_hidden_layers=2).save_pretrained(directory)
     return directory
 
 

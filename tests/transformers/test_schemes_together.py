@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from decoded import E2M1, relative, same_bytes, same_parameters
+from decoded import E2M1, logits, relative, same_bytes, same_parameters
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV4Config, PreTrainedModel, Qwen3MoeConfig
@@ -35,7 +35,6 @@ from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 
-TOKENS = torch.arange(3, 20)[None]
 QWEN = Qwen3MoeConfig(
     vocab_size=96,
     hidden_size=64,
@@ -139,15 +138,14 @@ def fp8(
     return encode
 
 
-def in_blocks(n: int, k: int) -> tuple[int, ...]:
-    return (-(-n // 128), -(-k // 128))
-
-
 def fp8_blocks(suffix: str, dtype: torch.dtype = torch.float32) -> Encode:
     """The last blocks may be short."""
 
     def encode(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-        values, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(in_blocks(n, k)) / 8
+        values, scale = (
+            torch.randn(n, k).to(torch.float8_e4m3fn),
+            torch.rand(-(-n // 128), -(-k // 128)) / 8,
+        )
         scale = (2.0 ** scale.log2().ceil() if dtype == torch.float8_e8m0fnu else scale).to(dtype)
         of_all = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
         parts = {f"{name}.weight": values, f"{name}.{suffix}": scale}
@@ -157,14 +155,6 @@ def fp8_blocks(suffix: str, dtype: torch.dtype = torch.float32) -> Encode:
 
 
 E8M0 = fp8("scale", lambda n, k: (1, 1), torch.float8_e8m0fnu)
-
-
-def of_matrix(n: int, k: int) -> tuple[int, ...]:
-    return (1,)
-
-
-def of_rows(n: int, k: int) -> tuple[int, ...]:
-    return (n, 1)
 
 
 def floats(config: Any, where: Path) -> dict[str, Tensor]:
@@ -226,11 +216,6 @@ def pair(
     )
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
 def assert_loads(encoded: Path, plain: Path) -> Any:
     model = from_pretrained(encoded, dtype=torch.float32)
     assert (
@@ -264,7 +249,7 @@ def test_nvfp4_experts_beside_fp8_in_blocks(suffix, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [(of_rows, torch.bfloat16), (of_matrix, torch.float32)]
+    ("shape", "dtype"), [(lambda n, k: (n, 1), torch.bfloat16), (lambda n, k: (1,), torch.float32)]
 )
 def test_compressed_tensors_in_mixed_precision(shape, dtype, tmp_path):
     rules = {r"\.experts\.": CT, r"self_attn\..*proj": fp8("weight_scale", shape, dtype)}
@@ -290,9 +275,9 @@ FP8_OF = {
     "DeepSeek-V3": (fp8_blocks("weight_scale_inv"), BLOCKS, "fp8"),
     "Qwen": (fp8_blocks("weight_scale_inv", torch.bfloat16), BLOCKS, "fp8"),
     "DeepSeek-V4": (fp8_blocks("scale", torch.float8_e8m0fnu), BLOCKS, "fp8_e8m0"),
-    "channels": (fp8("weight_scale", of_rows), FLOAT_QUANTIZED, "fp8_channel"),
+    "channels": (fp8("weight_scale", lambda n, k: (n, 1)), FLOAT_QUANTIZED, "fp8_channel"),
     "rows": (fp8("weight_scale", lambda n, k: (n,)), FLOAT_QUANTIZED, "fp8_channel"),
-    "compressed-tensors": (fp8("weight_scale", of_matrix), FLOAT_QUANTIZED, "fp8_tensor"),
+    "compressed-tensors": (fp8("weight_scale", lambda n, k: (1,)), FLOAT_QUANTIZED, "fp8_tensor"),
     "ModelOpt": (
         fp8("weight_scale", lambda n, k: ()),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -499,7 +484,7 @@ EIGHT_BIT = (
         (r"\.experts\.", MIXED, MODELOPT, MULTIPLIER),
         ("self_attn", COMPRESSED, CT, DIVISOR),
         ("self_attn", MIXED, MODELOPT, MULTIPLIER),
-        ("self_attn", MIXED, fp8("weight_scale", of_matrix), EIGHT_BIT),
+        ("self_attn", MIXED, fp8("weight_scale", lambda n, k: (1,)), EIGHT_BIT),
     ],
 )
 def test_a_divisor_for_a_multiplier_is_found_by_whatever_reads_it(
