@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..messages.progress import progress
-from .conversion import Source, plain_weights
+from .conversion import Source
 from .experts import experts_of, layers_of_experts
 from .fused import FusedOrder, family_order, matrices_of, order_of
 
 
 @dataclass(frozen=True)
 class WeightError:
-    """Of the experts of a layer, or of one other weight: the norm of the difference, relative to
-    the norm of what it should be; and the matrix with the largest one.
+    """The error of a layer's experts, or of one other weight: the norm of the difference, relative
+    to the norm of what it should be; and the matrix with the largest error.
     """
 
     name: str
@@ -65,14 +65,15 @@ def _squares(name: str, mine: Mapping[str, _Matrix], theirs: Mapping[str, _Matri
         raise CheckpointError(f"no {name}", expected="every encoded weight", where="--against")
     got, want = mine[name].read(), theirs[name].read()
     if got.shape != want.shape:
-        found = f"{name} is {[*want.shape]}"
-        raise CheckpointError(found, expected=f"{[*got.shape]}", where="--against")
+        raise CheckpointError(
+            f"{name} is {[*want.shape]}", expected=f"{[*got.shape]}", where="--against"
+        )
     return torch.stack([(got - want).double().square().sum(), want.double().square().sum()])
 
 
 def _matrices(source: Source) -> dict[str, _Matrix]:
     """All matrices by name, those of experts as `…experts.3.gate_proj`."""
-    config, plain = source.directory.config, plain_weights(source.directory)
+    config, plain = source.directory.config, source.plain
     layers = layers_of_experts([*source.weights, *plain], experts_of(config)).values()
     found: dict[str, _Matrix] = {}
     for layer in layers:
@@ -113,8 +114,7 @@ def _whole(source: Source, name: str) -> Tensor:
 def _of_expert(source: Source, name: str, order: FusedOrder, e: int, at: int, count: int) -> Tensor:
     """A matrix of an expert, of a tensor that has all of them."""
     if name not in source.weights:
-        stored = plain_weights(source.directory)[name].name
-        return order.matrix(source.directory.read, stored, e, at, count).float()
+        return order.matrix(source.directory.read, source.plain[name].name, e, at, count).float()
     weight = source.weights[name]
     parts = weight.parts(source.directory.read)
     return order.rows(weight.scheme.floats(part[e] for part in parts), at, count)

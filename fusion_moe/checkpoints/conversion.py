@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,16 @@ from ..encodings import NVFP4, Quantized, exactly
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
-from .compressed import compressed_config, compressed_scheme
+from .configurations import compressed_config, modelopt_config, older_config, own_entries
 from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
-from .modelopt import older_config, own_entries, quantization_config
 from .schemes import FP8_OF_MATRIX, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 from .stored import StoredWeight, weights_in
 from .values import check_weight
 from .writing import SHARD_BYTES, Configs, write
-from .written import encoded_step
+from .written import compressed_scheme, encoded_step
 
 FORMS = ("modelopt", "compressed-tensors", "dense")
 
@@ -112,9 +112,20 @@ class Source:
     def open(cls, path: str | Path) -> Source:
         """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
         directory = Directory.open(path)
-        weights = weights_in(directory)
-        layers_of_experts([*weights, *plain_weights(directory)], experts_of(directory.config))
-        return cls(directory, weights)
+        source = cls(directory, weights_in(directory))
+        layers_of_experts([*source.weights, *source.plain], experts_of(directory.config))
+        return source
+
+    @cached_property
+    def plain(self) -> dict[str, Entry]:
+        """The float tensors that may be matrices, or the matrices of all experts, by their names
+        without `.weight`.
+        """
+        return {
+            e.name.removesuffix(".weight"): e
+            for e in self.directory.tensors.values()
+            if e.dtype in FLOATS and len(e.shape) in (2, 3)
+        }
 
     def steps(
         self,
@@ -140,12 +151,11 @@ class Source:
                 done.add(weight.name)
                 yield of_weight(weight)
 
-    def kept(self, *entries: Entry) -> Step:
-        """A step that writes tensors unchanged."""
-        names = [entry.name for entry in entries]
+    def kept(self, entry: Entry) -> Step:
+        """A step that writes a tensor unchanged."""
         return Step(
-            tuple(Planned(e.name, e.dtype, e.shape) for e in entries),
-            lambda: {name: self.directory.read(name) for name in names},
+            (Planned(entry.name, entry.dtype, entry.shape),),
+            lambda: {entry.name: self.directory.read(entry.name)},
         )
 
     def quantized(self, weight: StoredWeight) -> Quantized:
@@ -162,17 +172,6 @@ class Source:
         parts = weight.parts(self.directory.read)
         for e in range(weight.shape[0]):
             yield weight.scheme.floats(part[e] for part in parts)
-
-
-def plain_weights(directory: Directory) -> dict[str, Entry]:
-    """The float tensors that may be matrices, or the matrices of all experts, by their names
-    without `.weight`.
-    """
-    return {
-        e.name.removesuffix(".weight"): e
-        for e in directory.tensors.values()
-        if e.dtype in FLOATS and len(e.shape) in (2, 3)
-    }
 
 
 # To ModelOpt's form -------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
             algorithms[prefix[:-1]] = "NVFP4" if scaled else "W4A16_NVFP4"
         elif name != of_weight and p.dtype == torch.float8_e4m3fn:
             algorithms[of_weight] = "FP8"
-    config = quantization_config(algorithms, matrices_in_floats(steps))
+    config = modelopt_config(algorithms, matrices_in_floats(steps))
     return with_config(source, config | own_entries(source.directory.quantization))
 
 
@@ -361,5 +360,9 @@ def _written(target: Source, weight: StoredWeight) -> Iterator[Tensor]:
 
 def _check_equal(a: Tensor, b: Tensor, name: str) -> None:
     if not torch.equal(a, b):
-        found, todo = f"{name} was written with other numbers", "is the disk sound?"
-        raise CheckpointError(found, expected="those of the source", todo=todo, where="convert")
+        raise CheckpointError(
+            f"{name} was written with other numbers",
+            expected="those of the source",
+            todo="is the disk sound?",
+            where="convert",
+        )

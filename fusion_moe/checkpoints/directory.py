@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.warn import warn_once
-from .gguf import Reads, Unread, read_gguf
-from .headers import Entry, read_header, read_json, shown
+from .gguf import read_gguf
+from .headers import Entry, Reads, Unread, read_header, read_json, shown
 from .nf4 import unflattened
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
@@ -119,18 +119,24 @@ def _single(path: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
     if (path / SINGLE).exists():
         return {entry.name: entry for entry in read_header(path / SINGLE)}
     if files := sorted(path.glob(f"*{GGUF}")):
-        todo = f"name the file: {files[0]}"
-        raise UnsupportedError(f"{files[0].name}: GGUF", todo=todo, where=str(path))
+        raise UnsupportedError(
+            f"{files[0].name}: GGUF", todo=f"name the file: {files[0]}", where=str(path)
+        )
     for pattern, kind in _OTHERS.items():
         if files := sorted(path.glob(pattern)):
-            todo = "take the checkpoint as safetensors"
             raise UnsupportedError(
-                f"{files[0].name}: {kind}", expected="safetensors", todo=todo, where=str(path)
+                f"{files[0].name}: {kind}",
+                expected="safetensors",
+                todo="take the checkpoint as safetensors",
+                where=str(path),
             )
     shards = len(list(path.glob("*.safetensors")))
     of = f" of model_type {shown(config['model_type'])}" if "model_type" in config else ""
-    found = f"{shards} files of safetensors, no {INDEX}" if shards else f"no file of weights{of}"
-    raise CheckpointError(found, expected=f"{SINGLE}, or shards and {INDEX}", where=str(path))
+    raise CheckpointError(
+        f"{shards} files of safetensors, no {INDEX}" if shards else f"no file of weights{of}",
+        expected=f"{SINGLE}, or shards and {INDEX}",
+        where=str(path),
+    )
 
 
 def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
@@ -149,9 +155,11 @@ def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, En
         # transformers leaves the index when it saves one file over shards
         return _single(path, config)
     if missing := [shard for shard in shards if not _exists(path / shard)]:
-        found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
         raise CheckpointError(
-            found, expected="every file that the index names", todo=todo, where=str(index)
+            f"{missing[0]} is not there{_and_more(missing)}",
+            expected="every file that the index names",
+            todo="download it again",
+            where=str(index),
         )
     return _indexed(path, index, shard_of)
 
@@ -173,9 +181,8 @@ def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, 
     for shard in dict.fromkeys(shard_of.values()):
         for entry in read_header(path / shard):
             if (listed := shard_of.get(entry.name, shard)) != shard:
-                found = f"{entry.name} in {shard}, by the index in {listed}"
                 raise CheckpointError(
-                    found,
+                    f"{entry.name} in {shard}, by the index in {listed}",
                     expected="each tensor in one file, the one that the index names",
                     where=str(index),
                 )
@@ -190,9 +197,10 @@ def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, 
         )
     if missing := shard_of.keys() - tensors.keys():
         name = min(missing)
-        found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
         raise CheckpointError(
-            found, expected="every tensor of the index in its file", where=str(index)
+            f"{name} is not in {shard_of[name]}{_and_more(missing)}",
+            expected="every tensor of the index in its file",
+            where=str(index),
         )
     return tensors
 
@@ -220,8 +228,11 @@ def read_index(index: Path) -> dict[str, Any]:
             or "\0" in shard
             or parts.suffix != ".safetensors"
         ):
-            expected = "names of safetensors files inside of the directory"
-            raise CheckpointError(f"a shard {shown(shard)}", expected=expected, where=str(index))
+            raise CheckpointError(
+                f"a shard {shown(shard)}",
+                expected="names of safetensors files inside of the directory",
+                where=str(index),
+            )
     return entries
 
 

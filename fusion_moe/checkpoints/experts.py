@@ -3,9 +3,9 @@
     …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral
                                                   and others
     …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a
-                                                  gate. Aria, Granite and Inkling call
-                                                  them fc1, input_linear, w13_weight; and fc2,
-                                                      output_linear, w2_weight
+                                                  gate; fc1, fc2 in Aria, input_linear,
+                                                  output_linear in Granite, w13_weight, w2_weight
+                                                  in Inkling
 
 Every expert from 0 to E - 1 has the same projections.
 """
@@ -167,19 +167,19 @@ def _in_order(
     """The names of each projection by the number of the expert."""
     experts = 1 + max(e for of in projections.values() for e in of)
     if not {"up_proj", "down_proj"} <= projections.keys():
-        found = f"{', '.join(_sorted(projections))} alone"
         raise CheckpointError(
-            found, expected="up_proj and down_proj, or w3 and w2, of each expert", where=layer
+            f"{', '.join(_sorted(projections))} alone",
+            expected="up_proj and down_proj, or w3 and w2, of each expert",
+            where=layer,
         )
     for projection, of in _sorted(projections).items():
         if missing := experts - len(of):  # a number may be beyond any memory
             first = next(e for e in range(experts) if e not in of)
-            found = (
-                f"no {projection} of expert "
-                f"{first}{f' and {missing - 1} more' if missing > 1 else ''}"
-            )
+            more = f" and {missing - 1} more" if missing > 1 else ""
             raise CheckpointError(
-                found, expected=f"all experts from 0 to {experts - 1}", where=layer
+                f"no {projection} of expert {first}{more}",
+                expected=f"all experts from 0 to {experts - 1}",
+                where=layer,
             )
     return {
         projection: tuple(of[e] for e in range(experts))

@@ -11,8 +11,8 @@ import math
 
 from torch import Tensor
 
-from ..encodings import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR, Encoding, check_matrix_scales
-from ..errors import Error, NonFiniteError, ShapeError, UnsupportedError
+from ..encodings import FP8, FP8_CHANNEL, FP8_E8M0, FP8_TENSOR, Encoding
+from ..errors import Error, ShapeError, UnsupportedError
 
 BLOCK = (128, 128)
 
@@ -47,17 +47,3 @@ def refusal(values: Tensor, scale: Tensor) -> Error:
     return (UnsupportedError if other_blocks else ShapeError)(
         f"scale is {list(scale.shape)}", expected=expected
     )
-
-
-def check_fp8_scales(scale: Tensor, name: str) -> None:
-    """NonFiniteError if scales contain NaN, infinity or a negative number, which no quantizer
-    writes. Waits for the device.
-    """
-    try:
-        check_matrix_scales(scale.float(), name)
-    except NonFiniteError as error:
-        raise NonFiniteError(
-            error.found,
-            expected="scales of 8-bit floats, amax / 448 each",
-            todo="the file is damaged",
-        ) from None

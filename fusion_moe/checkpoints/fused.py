@@ -9,7 +9,7 @@ Inkling's w13_weight, [E, 2I, H], has them alternating too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .experts import LayerExperts
-
-Read = Callable[[str], Tensor]  # a tensor of a directory by its name
+from .headers import Read
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,11 @@ def order_of(
         if family is not None and gated and up == (down[0], down[2], down[1] * 2):
             return family
     found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-    expected = (
-        f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] "
-        "and [E, I, H]"
+    raise UnsupportedError(
+        found,
+        expected=f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] "
+        "and [E, I, H]",
+        todo="load the model, quantize_ it and save_pretrained: it knows how its family stores "
+        "them",
+        where=layer.name,
     )
-    todo = "load the model, quantize_ it and save_pretrained: it knows how its family stores them"
-    raise UnsupportedError(found, expected=expected, todo=todo, where=layer.name)

@@ -27,16 +27,13 @@ from torch import Tensor
 
 from ..encodings import MXFP4, NVFP4, Encoding
 from ..encodings.encoding import FLOATS
+from ..encodings.orders import NIBBLES
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.extras import install
-from .compressed import compressed_config
+from .configurations import compressed_config, modelopt_config
 from .gguf_models import Model, model_of
-from .headers import DTYPE_NAMES, MAX_BYTES, Entry, need_plain, shown
-from .modelopt import quantization_config
+from .headers import MAX_BYTES, Entry, Reads, need_plain, shown
 from .schemes import MODELOPT, PACKED_MXFP4
-from .words import packed_nibbles
-
-Reads = dict[str, Callable[[], Tensor]]  # by the name of a tensor
 
 _NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TEXT, _ARRAY = 8, 9
@@ -93,31 +90,13 @@ class Blocks:
             scales = blocks[..., :count].flatten(1)
             return scales if self.kind == "MXFP4" else scales.view(torch.float8_e4m3fn)
         halves = blocks[..., count:].unflatten(-1, (count, each))  # in low and in high nibbles
-        return packed_nibbles(torch.stack([halves & 15, halves >> 4], -2).flatten(1))
+        return NIBBLES.packed(torch.stack([halves & 15, halves >> 4], -2).flatten(1))
 
     @property
     def _rows(self) -> Tensor:
         if not self.heads:
             return self.data
         return self.data.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
-class Unread:
-    """A tensor that is read when it is indexed; it has what is used of safetensors' slices."""
-
-    def __init__(self, entry: Entry, read: Callable[[], Tensor]):
-        self.dtype, self.shape, self._read = entry.dtype, entry.shape, read
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._read()[index]
-
-    def get_shape(self) -> list[int]:
-        """The shape, as safetensors' slices have it."""
-        return [*self.shape]
-
-    def get_dtype(self) -> str:
-        """safetensors' name of the dtype."""
-        return DTYPE_NAMES[self.dtype]
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
@@ -127,8 +106,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
     UnsupportedError for types that the package gguf does not decode, for tensors that a known
     architecture does not have, and where gguf is not installed.
     """
-    said, tensors = _all_of(path)
-    model = model_of(said, {name: t.shape for name, t in tensors.items()}, str(path))
+    metadata, tensors = _all_of(path)
+    model = model_of(metadata, {name: t.shape for name, t in tensors.items()}, str(path))
     entries: dict[str, Entry] = {}
     reads: Reads = {}
     encodings: dict[str, Encoding] = {}
@@ -145,14 +124,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
     if encodings:
         matrices = (n for n, e in entries.items() if e.dtype in FLOATS and len(e.shape) == 2)
         plain = [name.removesuffix(".weight") for name in matrices]
-        config = config | {"quantization_config": _quantization(encodings, plain)}
+        config = config | {
+            "quantization_config": modelopt_config(dict.fromkeys(encodings, "W4A16_NVFP4"), plain)
+            if NVFP4 in encodings.values()
+            else compressed_config(encodings, plain)
+        }
     return config, entries, reads
-
-
-def _quantization(encodings: Mapping[str, Encoding], plain: list[str]) -> dict[str, Any]:
-    if NVFP4 in encodings.values():
-        return quantization_config(dict.fromkeys(encodings, "W4A16_NVFP4"), plain)
-    return compressed_config(encodings, plain)
 
 
 def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, Blocks]]:
@@ -182,8 +159,9 @@ def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, B
 
 
 def _misshapen(blocks: Blocks, expected: str) -> CheckpointError:
-    found = f"{shown(blocks.name)} {list(blocks.shape)}"
-    return CheckpointError(found, expected=expected, where=str(blocks.file))
+    return CheckpointError(
+        f"{shown(blocks.name)} {list(blocks.shape)}", expected=expected, where=str(blocks.file)
+    )
 
 
 def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
@@ -204,6 +182,7 @@ def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
 
 
 def _together(name: str) -> str:
+    """A name for the matrices that keep their encoding only together: the experts of a layer."""
     return name.partition(".ffn_")[0] if name.endswith("_exps.weight") else name
 
 
@@ -229,15 +208,16 @@ def _parts(name: str, blocks: Blocks) -> Iterator[tuple[Entry, Callable[[], Tens
 
 def _all_of(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     """The metadata and tensors of all parts of a file; each scale with its matrices."""
-    said: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     tensors: dict[str, Blocks] = {}
     for file in _files(path):
         header = _Header(file)
-        said = header.said | said
+        metadata = header.metadata | metadata
         for blocks in header.tensors():
             if blocks.name in tensors:
-                found = f"{shown(blocks.name)} twice"
-                raise CheckpointError(found, expected="each tensor once", where=str(file))
+                raise CheckpointError(
+                    f"{shown(blocks.name)} twice", expected="each tensor once", where=str(file)
+                )
             tensors[blocks.name] = blocks
     for name in [name for name in tensors if name.endswith(".scale")]:
         if (weight := tensors.get(f"{name.removesuffix('scale')}weight")) is None:
@@ -254,7 +234,7 @@ def _all_of(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
                 where=str(scale.file),
             )
         tensors[weight.name] = replace(weight, scale=scale.data.flatten())
-    return said, tensors
+    return metadata, tensors
 
 
 def _files(path: Path) -> list[Path]:
@@ -267,9 +247,7 @@ def _files(path: Path) -> list[Path]:
 
 
 class _Header:
-    """What comes before a file's data. said: its metadata; of an array of texts, how many there
-    are.
-    """
+    """What comes before a file's data. metadata: of an array of texts, only how many there are."""
 
     def __init__(self, file: Path):
         self.file, self.at = file, 0
@@ -280,15 +258,15 @@ class _Header:
         if bytes(self._take(4)) != b"GGUF" or self._number("I") not in (2, 3):
             raise self._broken("no GGUF of version 2 or 3")
         self.count, pairs = self._number("Q"), self._number("Q")
-        self.said: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._text()
-            self.said[key] = self._value(self._number("I"))
+            self.metadata[key] = self._value(self._number("I"))
 
     def tensors(self) -> Iterator[Blocks]:
         """All tensors of the file. To be called once."""
         found = [self._tensor() for _ in range(self.count)]
-        alignment = self.said.get("general.alignment", 32)
+        alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise self._broken(f"general.alignment {shown(alignment)}")
         start = -(-self.at // alignment) * alignment
@@ -354,9 +332,11 @@ class _Header:
         return self.data[start : self.at]
 
     def _broken(self, found: str) -> CheckpointError:
-        todo = "download it again"
         return CheckpointError(
-            found, expected="a whole file of GGUF", todo=todo, where=str(self.file)
+            found,
+            expected="a whole file of GGUF",
+            todo="download it again",
+            where=str(self.file),
         )
 
 

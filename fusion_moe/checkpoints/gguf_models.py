@@ -183,19 +183,19 @@ class Model:
         return int(self.config[which])
 
 
-def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
+def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     """The model that a file's metadata and shapes describe. CheckpointError for an entry that is
     missing or not a number.
     """
-    architecture = str(said.get("general.architecture"))
+    architecture = str(metadata.get("general.architecture"))
     family = FAMILIES.get(architecture)
-    if family is None or f"{architecture}.expert_count" not in said:
+    if family is None or f"{architecture}.expert_count" not in metadata:
         known = {"num_hidden_layers": "block_count", "num_experts": "expert_count"}
-        entries = {key: said.get(f"{architecture}.{its}") for key, its in known.items()}
+        entries = {key: metadata.get(f"{architecture}.{its}") for key, its in known.items()}
         return Model({"model_type": architecture, "architectures": [], **entries}, None)
 
     def entry(key: str, usual: Any = None) -> int | float:
-        value: Any = said.get(f"{architecture}.{key}", usual)
+        value: Any = metadata.get(f"{architecture}.{key}", usual)
         kind = float if key in _FLOATS else int
         if type(value) is not kind or not 0 < value < math.inf:
             noun = "number" if kind is float else "whole number"
@@ -232,7 +232,7 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     if "blk.0.ffn_down_shexp.weight" in shapes:
         config["shared_expert_intermediate_size"] = size("blk.0.ffn_down_shexp.weight", -1)
     ids = {
-        f"{ours}_token_id": said.get(f"tokenizer.ggml.{theirs}_token_id")
+        f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
     config = {
@@ -241,7 +241,7 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         "dtype": "bfloat16",
         **config,
         **family.fixed,
-        "rope_parameters": _rope(said, architecture, family, entry, where),
+        "rope_parameters": _rope(metadata, architecture, family, entry, where),
         "tie_word_embeddings": "output.weight" not in shapes,
         **{key: value for key, value in ids.items() if isinstance(value, int)},
     }
@@ -249,13 +249,13 @@ def model_of(said: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
 
 
 def _rope(
-    said: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     architecture: str,
     family: Family,
     entry: Callable[..., int | float],
     where: str,
 ) -> dict[str, Any]:
-    kind = said.get(f"{architecture}.rope.scaling.type", "none")
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
     found: dict[str, Any] = {"rope_theta": entry("rope.freq_base", 10000.0)}
     if kind == "none":
         return {"rope_type": "default", **found}
@@ -267,7 +267,7 @@ def _rope(
         )
     for key, its in _ROPE.items():
         its = f"rope.scaling.{its}"
-        if key == "factor" or f"{architecture}.{its}" in said:
+        if key == "factor" or f"{architecture}.{its}" in metadata:
             found[key] = entry(its)
     return {"rope_type": kind, **found, **family.rope}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import reprlib
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..errors import CheckpointError, printable
 
@@ -38,14 +40,16 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_BYTES = 2**63  # torch computes strides in 64 bits, also those of a tensor without elements
 _MAX_JSON = 100_000_000  # bytes, as of a header of safetensors
+Read = Callable[[str], Tensor]  # a tensor by its name
+Reads = dict[str, Callable[[], Tensor]]  # by the name of a tensor
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file. kind: the name of the file's own type, and size: the bytes there, if the
-    tensor is made of it when it is read.
+    """A tensor in a file. kind, size: what the file calls its type, and its bytes there, if it is
+    decoded when it is read.
     """
 
     name: str
@@ -66,22 +70,46 @@ class Entry:
         )
 
 
+class Unread:
+    """A tensor that is read when it is indexed; it has what is used of safetensors' slices, and of
+    tensors in state dicts.
+    """
+
+    def __init__(self, entry: Entry, read: Callable[[], Tensor]):
+        self.dtype, self.shape, self._read = entry.dtype, entry.shape, read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._read()[index]
+
+    def get_shape(self) -> list[int]:
+        """The shape, as safetensors' slices have it."""
+        return [*self.shape]
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        return DTYPE_NAMES[self.dtype]
+
+    def is_floating_point(self) -> bool:
+        """As the method of a tensor."""
+        return self.dtype.is_floating_point
+
+
 def read_header(file: Path) -> list[Entry]:
     """The tensors of a file, in the order of their bytes. CheckpointError with file, found and
     expected if anything is wrong.
     """
     need_plain(file, "a file of safetensors")
     try:
-        with safe_open(file, "pt"):
-            pass
-        with file.open("rb") as data:
-            header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    except (OSError, SafetensorError, ValueError) as error:
-        expected, todo = "a whole file of safetensors", "download it again"
-        raise CheckpointError(f"{error}", expected=expected, todo=todo, where=str(file)) from None
-    header.pop("__metadata__", None)
-    names = sorted(header, key=lambda name: header[name]["data_offsets"])
-    return [_entry(name, header[name]["dtype"], header[name]["shape"], file) for name in names]
+        with safe_open(file, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{error}",
+            expected="a whole file of safetensors",
+            todo="download it again",
+            where=str(file),
+        ) from None
+    return [_entry(name, t.get_dtype(), t.get_shape(), file) for name, t in slices.items()]
 
 
 def _entry(name: str, dtype: str, shape: list[int], file: Path) -> Entry:
@@ -97,8 +125,9 @@ def _entry(name: str, dtype: str, shape: list[int], file: Path) -> Entry:
 def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
     """The JSON object in a plain file. CheckpointError for anything else."""
     if need_plain(file, expected) > _MAX_JSON:
-        expected = f"{expected}, of at most {_MAX_JSON} bytes"
-        raise CheckpointError("a larger file", expected=expected, where=str(file))
+        raise CheckpointError(
+            "a larger file", expected=f"{expected}, of at most {_MAX_JSON} bytes", where=str(file)
+        )
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -106,8 +135,9 @@ def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
             f"not JSON: {error}", expected="an object of JSON", where=str(file)
         ) from None
     if not isinstance(value, dict):
-        found = f"a {type(value).__name__}"
-        raise CheckpointError(found, expected="an object of JSON", where=str(file))
+        raise CheckpointError(
+            f"a {type(value).__name__}", expected="an object of JSON", where=str(file)
+        )
     return value
 
 
@@ -120,8 +150,9 @@ def need_plain(file: Path, expected: str) -> int:
     except OSError as error:
         raise CheckpointError(f"{error.strerror}", expected=expected, where=str(file)) from None
     if not stat.S_ISREG(status.st_mode):
-        found = f"no plain file ({stat.filemode(status.st_mode)})"
-        raise CheckpointError(found, expected=expected, where=str(file))
+        raise CheckpointError(
+            f"no plain file ({stat.filemode(status.st_mode)})", expected=expected, where=str(file)
+        )
     return status.st_size
 
 

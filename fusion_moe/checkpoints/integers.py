@@ -30,8 +30,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Packing:
-    """What a configuration says of integers. groups: their bits and the columns of a group, ROW for
-    all; symmetric: whether zero points are in the middle; less: what GPTQ's are stored less.
+    """What a configuration says about integers. groups: their bits and the columns that share a
+    scale, ROW for all; symmetric: whether zero points are in the middle; less: how much smaller
+    GPTQ stores them.
     """
 
     groups: tuple[tuple[int, int], ...] = ((4, 32),)
@@ -51,9 +52,9 @@ def scheme_of(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) ->
         if len(entry.shape) != 2 or 0 in entry.shape:
             raise CheckpointError(f"{entry}", expected="two dimensions", where=str(entry.file))
     found = _packed if scheme.parts[0].suffix == PACKED_INT4.parts[0].suffix else _of_qweight
-    bits, k, groups, its = found(scheme, entries, packing)
+    bits, k, groups, resolved = found(scheme, entries, packing)
     group = _group(k, groups, bits, packing)
-    name = f"{'u' if len(its.parts) > 2 else ''}int{bits}"
+    name = f"{'u' if len(resolved.parts) > 2 else ''}int{bits}"
     dtype = torch.float16 if scale.dtype == torch.float16 else torch.bfloat16
     encoding = INTEGERS.get((name, group, dtype))
     if encoding is None:
@@ -68,13 +69,13 @@ def scheme_of(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) ->
         replace(part, dtypes=(scale.dtype,), cast=None if scale.dtype == dtype else dtype)
         if part.part == "block_scale"
         else part
-        for part in its.parts
+        for part in resolved.parts
     ]
-    usual = encoding.name == "int4" and its.name == PACKED_INT4.name
-    said = "" if usual else ", whole rows" if group == ROW else f", groups of {group}"
+    usual = encoding.name == "int4" and resolved.name == PACKED_INT4.name
+    groups_of = "" if usual else ", whole rows" if group == ROW else f", groups of {group}"
     return replace(
-        its,
-        name=its.name.replace("INT4", f"INT{bits}") + said,
+        resolved,
+        name=resolved.name.replace("INT4", f"INT{bits}") + groups_of,
         encoding=encoding,
         parts=tuple(parts),
     )
@@ -82,12 +83,13 @@ def scheme_of(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) ->
 
 def packed_scheme(encoding: Encoding) -> Scheme:
     """How compressed-tensors stores integers."""
-    stored, packed = PACKED_WITH_ZEROS if encoding.zero_points else PACKED_INT4, []
-    for part in stored.parts:
-        if part.part == "block_scale":
-            part = replace(part, dtypes=(encoding.factors[0].dtype,), cast=None)
-        packed.append(part)
-    return replace(stored, encoding=encoding, parts=tuple(packed), fixed=(_shape(),))
+    stored = PACKED_WITH_ZEROS if encoding.zero_points else PACKED_INT4
+    dtypes = (encoding.factors[0].dtype,)
+    parts = tuple(
+        replace(part, dtypes=dtypes, cast=None) if part.part == "block_scale" else part
+        for part in stored.parts
+    )
+    return replace(stored, encoding=encoding, parts=parts, fixed=(_shape(),))
 
 
 _Found = tuple[int, int, int, Scheme]  # bits, K, groups of a row, and the scheme
@@ -111,8 +113,8 @@ def _packed(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) -> _
         )
     bits = min(fitting or {packing.groups[0][0]})
     parts = [replace(p, words=replace(p.words, bits=bits)) if p.words else p for p in scheme.parts]
-    fixed = (_shape(), _order(".weight_g_idx"))
-    return bits, words * 32 // bits, groups, replace(scheme, parts=tuple(parts), fixed=fixed)
+    resolved = replace(scheme, parts=tuple(parts), fixed=(_shape(), _order(".weight_g_idx")))
+    return bits, words * 32 // bits, groups, resolved
 
 
 def _of_qweight(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) -> _Found:

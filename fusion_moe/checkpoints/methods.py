@@ -41,9 +41,6 @@ _SPELLINGS = {
     "compressed_tensors": "compressed-tensors",
     "intel/auto-round": "auto-round",
 }
-_REFUSED = {
-    "gguf": "GGUF is another kind of file",
-}
 
 
 def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
@@ -60,11 +57,12 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
         method = "modelopt"
     method = _SPELLINGS.get(method, method) if isinstance(method, str) else method
     if method not in [*METHODS]:
-        why = next((why for name, why in _REFUSED.items() if name in str(method).lower()), "")
-        found = f"quant_method {shown(method)}{f': {why}' if why else ''}"
-        todo = "take the checkpoint in one of these, or in bfloat16, and quantize that"
+        why = ": GGUF is another kind of file" if "gguf" in str(method).lower() else ""
         raise UnsupportedError(
-            found, expected=f"one of {', '.join(METHODS)}", todo=todo, where=where
+            f"quant_method {shown(method)}{why}",
+            expected=f"one of {', '.join(METHODS)}",
+            todo="take the checkpoint in one of these, or in bfloat16, and quantize that",
+            where=where,
         )
     key, values = METHODS[str(method)]
     value = quantization.get(key)

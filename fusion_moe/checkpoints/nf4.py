@@ -14,7 +14,7 @@ absmax = nested_quant_map[code] * nested_absmax + nested_offset, in float32.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -25,23 +25,20 @@ from torch import Tensor
 
 from ..encodings import NF4
 from ..errors import CheckpointError, UnsupportedError
-from .headers import Entry, shown
+from .headers import Entry, Read, Reads, shown
 from .schemes import NF4_STATE, nf4_state
 
-Read = Callable[[str], Tensor]
 _WEIGHT, _ABSMAX = ".weight", ".weight.absmax"
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 
 
-def unflattened(
-    tensors: Mapping[str, Entry], read: Read
-) -> tuple[dict[str, Entry], dict[str, Callable[[], Tensor]]]:
+def unflattened(tensors: Mapping[str, Entry], read: Read) -> tuple[dict[str, Entry], Reads]:
     """The tensors with codes [N, K/2] and scales float32 [N, K/64] in the place of those of NF4,
     and what reads these.
 
     CheckpointError for tensors that do not fit each other, UnsupportedError for other blocks.
     """
-    entries, reads = dict(tensors), dict[str, Callable[[], Tensor]]()
+    entries, reads = dict(tensors), Reads()
     for name in [name for name in tensors if name.endswith(NF4_STATE)]:
         state = entries[name]
         weight = name.removesuffix(NF4_STATE)
@@ -55,8 +52,8 @@ def unflattened(
         entries[scales.name] = replace(
             scales, shape=(n, k // NF4.block), dtype=torch.float32, size=size
         )
-        said = nf4_state(n, k, NF4)  # without nested scales
-        entries[name] = replace(state, shape=(len(said),), size=state.nbytes)
+        fields = nf4_state(n, k, NF4)  # without nested scales
+        entries[name] = replace(state, shape=(len(fields),), size=state.nbytes)
         reads[name] = partial(nf4_state, n, k, NF4)
         reads[codes.name] = partial(_shaped, read, codes.name, entries[codes.name].shape)
         reads[scales.name] = partial(matrix.scales, read, len(nested) > 0)
@@ -74,16 +71,16 @@ class _Matrix:
     file: str
 
     @classmethod
-    def of(cls, said: dict[str, Any], name: str, state: Entry) -> _Matrix:
+    def of(cls, fields: dict[str, Any], name: str, state: Entry) -> _Matrix:
         """CheckpointError for anything else than numbers, UnsupportedError for other blocks."""
-        shape, block = said.get("shape"), said.get("blocksize")
-        nested, offset = said.get("nested_blocksize", 256), said.get("nested_offset", 0.0)
+        shape, block = fields.get("shape"), fields.get("blocksize")
+        nested, offset = fields.get("nested_blocksize", 256), fields.get("nested_offset", 0.0)
         sizes: list[Any] = [None]
         if isinstance(shape, list) and len(shape) == 2:
             sizes = [*shape, block, nested]
         if any(type(size) is not int or size < 1 for size in sizes) or type(offset) is not float:
             raise CheckpointError(
-                f"{state.name}: {shown(said)}",
+                f"{state.name}: {shown(fields)}",
                 expected="the shape of a matrix, blocksize, nested_blocksize, nested_offset",
                 where=str(state.file),
             )
@@ -105,11 +102,12 @@ class _Matrix:
             _ABSMAX: (torch.float32, blocks),
         }
         if scales is not None and scales.dtype == torch.uint8:
-            table = (torch.float32, 256)
-            wanted |= {_ABSMAX: (torch.uint8, blocks)}
-            wanted |= dict(
-                zip(_NESTED, ((torch.float32, -(-blocks // self.block)), table), strict=True)
-            )
+            factors, table = _NESTED
+            wanted |= {
+                _ABSMAX: (torch.uint8, blocks),
+                factors: (torch.float32, -(-blocks // self.block)),
+                table: (torch.float32, 256),
+            }
         found = []
         for suffix, (dtype, count) in wanted.items():
             entry = tensors.get(self.name + suffix)
@@ -139,9 +137,9 @@ def _shaped(read: Read, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _json(state: Entry, data: Tensor) -> dict[str, Any]:
     try:
-        said = json.loads(bytes(data.tolist()))
+        fields = json.loads(bytes(data.tolist()))
     except (ValueError, RecursionError, TypeError):
-        said = None
-    if not isinstance(said, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise CheckpointError(f"{state}", expected="an object of JSON", where=str(state.file))
-    return said
+    return fields

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import NVFP4, Quantized, check_finite
-from ..encodings import quantize as quantized
-from ..encodings.convert import to_nvfp4
+from ..encodings import Quantized, check_finite
+from ..encodings.convert import quantize_weight
 from ..encodings.search import check_rule, usual_rule
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from ..messages.skipped import check_skip, fits
@@ -25,7 +24,6 @@ from .conversion import (
     matrices_in_floats,
     modelopt_configs,
     modelopt_step,
-    plain_weights,
     renamed,
     with_config,
 )
@@ -37,8 +35,8 @@ from .experts import (
     layers_of_experts,
     predicts_further_tokens,
 )
-from .fused import FusedOrder, Read, matrices_of, order_of
-from .headers import Entry
+from .fused import FusedOrder, matrices_of, order_of
+from .headers import Entry, Read
 from .schemes import KNOWN, Scheme
 from .shard import Planned, Step
 from .stored import StoredWeight, weights_in
@@ -78,15 +76,11 @@ def quantize(
     source = Source.open(src)
     experts = dict(_experts(source, Rounding(form.scheme, rule, skip)))
     if not experts:
-        found = "experts that are quantized already" if source.weights else "no experts"
-        todo = (
-            "convert rewrites quantized ones; names that are known: …experts.0.up_proj.weight, "
-            "w1, w3, w2, …experts.gate_up_proj"
-        )
         raise UnsupportedError(
-            found,
+            "experts that are quantized already" if source.weights else "no experts",
             expected="experts in bfloat16, float16, float32 or FP8",
-            todo=todo,
+            todo="convert rewrites quantized ones; names that are known: "
+            "…experts.0.up_proj.weight, w1, w3, w2, …experts.gate_up_proj",
             where=str(src),
         )
 
@@ -134,7 +128,7 @@ class Rounding:
 
 def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
-    plain, config = plain_weights(source.directory), source.directory.config
+    plain, config = source.plain, source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
     layers = layers_of_experts([*plain, *fp8], experts_of(config))
     check_skip(how.skip, [*layers], "quantize")
@@ -148,7 +142,7 @@ def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
                 f"{empty}", expected="experts with elements", where=str(empty.file)
             )
         if layer.fused:
-            yield from _fused(source, layer, plain, how)
+            yield from _fused(source, layer, how)
             continue
         for name, to in _written(layer, config).items():
             shape = (fp8.get(name) or plain[name]).shape
@@ -179,16 +173,12 @@ def _matrix(source: Source, name: str) -> Tensor:
     return floats.bfloat16()
 
 
-def _fused(
-    source: Source, layer: LayerExperts, plain: Mapping[str, Entry], how: Rounding
-) -> Iterator[tuple[str, Step]]:
+def _fused(source: Source, layer: LayerExperts, how: Rounding) -> Iterator[tuple[str, Step]]:
     """Fused weights and biases of all experts, written as single experts, as ModelOpt writes
     them.
     """
-    read, shapes = (
-        source.directory.read,
-        {projection: plain[name].shape for projection, (name,) in layer.projections.items()},
-    )
+    read, plain = source.directory.read, source.plain
+    shapes = {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
     order = order_of(layer, shapes, source.directory.config)
     for projection, (name,) in layer.projections.items():
         matrices = matrices_of(projection)
@@ -200,15 +190,10 @@ def _fused(
             for at, matrix in enumerate(matrices)
         ]
         matrix = partial(order.matrix, read, plain[name].name)
-        yield (
-            name,
-            _joined(
-                [
-                    _quantized(to, (rows, k), partial(matrix, e, at, count), how)
-                    for e, at, to in places
-                ]
-            ),
-        )
+        steps = [
+            _quantized(to, (rows, k), partial(matrix, e, at, count), how) for e, at, to in places
+        ]
+        yield name, _joined(steps)
         if bias := plain.get(f"{name}_bias"):
             planned = tuple(Planned(f"{to}.bias", bias.dtype, (rows,)) for *_, to in places)
             yield bias.name, Step(planned, partial(_biases, order, read, bias.name, places, count))
@@ -244,8 +229,6 @@ def _quantized(
             check_finite(x, encoding)
         except NonFiniteError as error:
             raise error.at(name) from None
-        if encoding == NVFP4:
-            return to_nvfp4(x, scales=how.rule)
-        return quantized(x, encoding, scales=how.rule)
+        return quantize_weight(x, encoding, scales=how.rule)
 
     return encoded_step(how.scheme, name, shape, make)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..encodings import FP8_TENSOR, INT4, MXFP4, NF4, NVFP4, Encoding, Quantized, dequantize
 from ..encodings.encoding import FLOATS
+from ..encodings.orders import NIBBLES
 from ..errors import Error, UnsupportedError
 from ..layouts.layout import as_bytes
-from .words import Words, nibbles, packed_nibbles
+from .words import Words
 
 
 class Direction(Enum):
@@ -38,10 +39,10 @@ class StoredPart:
     part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its
     bytes are read; cast: the dtype to which its numbers are rounded; flattened: stored with its
     last dimension split in two; transposed: stored with its last two dimensions swapped; direction:
-    of a matrix's scale, stored as [] or [1]; rows: of the encoding, for each stored one; shape: as
-    which it is written, such as a scale of a matrix or of rows that is not [] or [N, 1]; words: how
-    int32 words hold codes or zero points; high_first: whether the first of two codes in a byte has
-    the high bits.
+    of a matrix's scale, stored as [] or [1]; rows: how many rows of the encoding share a stored
+    one; shape: in which it is written, if that is another one, such as a scale of rows as [N];
+    words: how int32 words hold codes or zero points; high_first: whether the first of two codes in
+    a byte has the high bits.
     """
 
     part: str
@@ -79,7 +80,7 @@ class StoredPart:
         if self.transposed:
             t = t.mT
         if self.words is not None:
-            return packed_nibbles(t) if self._of_nibbles else t[..., :n, :]
+            return NIBBLES.packed(t) if self._of_nibbles else t[..., :n, :]
         if self.rows > 1:
             t = as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
             return t if n is None else t[..., :n, :]
@@ -106,7 +107,7 @@ class StoredPart:
         if self.direction is not None:
             return t
         if self._of_nibbles:
-            t = nibbles(t)
+            t = NIBBLES.unpacked(t)
         if self.transposed:
             t = t.mT
         if self.words is not None:
@@ -135,11 +136,11 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A tensor that says of a weight what its other tensors say anyway.
+    """A tensor that repeats what the other tensors of a weight say.
 
     made(n, k, encoding): what it has to be; refused(found, wanted): the error if it is anything
-    else. of_columns: whether it is the group of each column; if these are out of order, which is an
-    UnsupportedError, numbers can be read nevertheless.
+    else. of_columns: whether it is the group of each column; if columns are out of order, which is
+    an UnsupportedError, numbers can be read nevertheless.
     """
 
     suffix: str
@@ -344,7 +345,7 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 # Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and
-# what packed tensors say anyway.
+# what repeats packed tensors.
 KNOWN = (
     ".input_scale",
     "_input_scale",

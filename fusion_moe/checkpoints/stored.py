@@ -4,24 +4,22 @@ Headers show that every part exists and fits, and no scale is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..encodings import Encoding, Quantized
+from ..encodings.orders import NIBBLES
 from ..encodings.real import real_tensors
 from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
 from .directory import Directory
 from .fp8 import encoding_of, refusal
-from .headers import Entry
+from .headers import Entry, Read
 from .integers import USUAL, Packing, scheme_of
 from .methods import method_of, packing_of
 from .schemes import KNOWN, SCHEMES, Scheme, StoredPart, of_encoding
-from .words import nibbles, packed_nibbles
-
-Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ class StoredWeight:
             return self.scheme.floats([codes, *scales])
         order = read(self.entries[of_columns[0].suffix].name).argsort(stable=True)
         packed = codes.shape[1] < len(order)
-        codes = (nibbles(codes) if packed else codes)[:, order]
-        sorted_floats = self.scheme.floats([packed_nibbles(codes) if packed else codes, *scales])
+        codes = (NIBBLES.unpacked(codes) if packed else codes)[:, order]
+        sorted_floats = self.scheme.floats([NIBBLES.packed(codes) if packed else codes, *scales])
         return torch.empty_like(sorted_floats).index_copy_(1, order, sorted_floats)
 
 
@@ -116,8 +114,9 @@ def all_eight_bits(weights: Mapping[str, StoredWeight]) -> bool:
 
 def weights_in(directory: Directory) -> dict[str, StoredWeight]:
     """`stored_weights` of a directory, with what its configuration says."""
-    said = directory.quantization
-    return stored_weights(directory.tensors, method_of(said, str(directory.path)), packing_of(said))
+    config = directory.quantization
+    method = method_of(config, str(directory.path))
+    return stored_weights(directory.tensors, method, packing_of(config))
 
 
 def stored_weights(
@@ -139,14 +138,16 @@ def stored_weights(
             if name in weights and {*entries.values()} <= {*weights[name].entries.values()}:
                 continue  # without zero points, which are there
             if name in weights:
-                both = f"{name} in {weights[name].scheme.name} and in {scheme.name}"
-                where = str(entries[scheme.parts[0].part].file)
-                raise CheckpointError(both, expected="one of the two", where=where)
-            its, found = _encoded(scheme, entries, packing)
-            its = replace(its, fixed=tuple(f for f in its.fixed if name + f.suffix in tensors))
-            shape = _shape(its, found)
-            beside = {fixed.suffix: tensors[name + fixed.suffix] for fixed in its.fixed}
-            weights[name] = StoredWeight(name, its, {**found, **beside}, shape)
+                raise CheckpointError(
+                    f"{name} in {weights[name].scheme.name} and in {scheme.name}",
+                    expected="one of the two",
+                    where=str(entries[scheme.parts[0].part].file),
+                )
+            resolved, found = _encoded(scheme, entries, packing)
+            fixed = tuple(f for f in resolved.fixed if name + f.suffix in tensors)
+            resolved, shape = replace(resolved, fixed=fixed), _shape(resolved, found)
+            beside = {f.suffix: tensors[name + f.suffix] for f in fixed}
+            weights[name] = StoredWeight(name, resolved, {**found, **beside}, shape)
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for name, entry in tensors.items():
         if (
@@ -196,9 +197,11 @@ def _left(
     """
     where = str(entry.file)
     if not candidates:
-        todo = "config.json has no quantization_config, and hf_quant_config.json is not there"
         return CheckpointError(
-            f"{entry}, which belongs to no weight", expected="plain floats", todo=todo, where=where
+            f"{entry}, which belongs to no weight",
+            expected="plain floats",
+            todo="config.json has no quantization_config, and hf_quant_config.json is not there",
+            where=where,
         )
 
     def of_weight(name: str) -> list[Entry]:  # parts of whatever format
@@ -232,16 +235,16 @@ def _encoded(
     those of the encoding that the shapes say.
     """
     if scheme.integers:
-        its = scheme_of(scheme, entries, packing)
-        return its, {part.part: entries[part.part] for part in its.parts}
+        resolved = scheme_of(scheme, entries, packing)
+        return resolved, {part.part: entries[part.part] for part in resolved.parts}
     if scheme.encoding is not None:
         return scheme, entries
     values, scale = (entries[part.part] for part in scheme.parts)
     e8m0 = scale.dtype == torch.float8_e8m0fnu
     if (encoding := encoding_of(values.shape, scale.shape, e8m0)) is None:
         return scheme, entries
-    its = of_encoding(scheme, encoding, scale.dtype, scale.shape)
-    return its, dict(zip((part.part for part in its.parts), (values, scale), strict=True))
+    resolved = of_encoding(scheme, encoding, scale.dtype, scale.shape)
+    return resolved, dict(zip((part.part for part in resolved.parts), (values, scale), strict=True))
 
 
 def _shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
@@ -269,9 +272,13 @@ def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme, n: int | None) -> T
         empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return part.to_part(empty, n=n)
     except (RuntimeError, IndexError):
-        scale = "[] or [1], the scale of a matrix"
-        expected = scale if part.direction else f"the {part.part} of {scheme.name}"
-        raise CheckpointError(f"{entry}", expected=expected, where=str(entry.file)) from None
+        raise CheckpointError(
+            f"{entry}",
+            expected="[] or [1], the scale of a matrix"
+            if part.direction
+            else f"the {part.part} of {scheme.name}",
+            where=str(entry.file),
+        ) from None
 
 
 def _encoded_shape(

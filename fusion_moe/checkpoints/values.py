@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from ..encodings import check_part_scales
+from ..encodings import check_matrix_scales, check_part_scales
 from ..errors import CheckpointError, NonFiniteError
 from ..messages.progress import progress
 from .directory import Directory
-from .fp8 import check_fp8_scales
 from .schemes import Direction, Scheme, StoredPart
 from .stored import StoredWeight
 
@@ -63,18 +62,22 @@ def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> N
     scale: as the encoding has it; name: for the message. Waits for the device.
     """
     if scheme.eight_bits or scheme.encoding is None:
-        check_fp8_scales(scale, name)
+        check_matrix_scales(
+            scale.float(),
+            name,
+            expected="scales of 8-bit floats, amax / 448 each",
+            todo="the file is damaged",
+        )
     else:
         (of_encoding,) = (p for p in scheme.encoding.parts if p.name == part.part)
         check_part_scales(of_encoding, scale, name)
     if (scheme.eight_bits or part.direction is not None) and (
         largest := scale.float().max().item()
     ) > LARGEST:
-        bound, stored = (
-            448 if scheme.eight_bits else 2688,
-            part.direction or Direction.MULTIPLIER,
+        bound, stored = 448 if scheme.eight_bits else 2688, part.direction or Direction.MULTIPLIER
+        (other,) = {*Direction} - {stored}
+        raise CheckpointError(
+            f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}",
+            expected=f"at most {bound}",
+            todo=f"is it stored as a {other.value}? {scheme.name} has a {stored.value}",
         )
-        found = f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}"
-        other = Direction.DIVISOR if stored is Direction.MULTIPLIER else Direction.MULTIPLIER
-        todo = f"is it stored as a {other.value}? {scheme.name} has a {stored.value}"
-        raise CheckpointError(found, expected=f"at most {bound}", todo=todo)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..encodings.orders import NIBBLES
+
 
 @dataclass(frozen=True)
 class Words:
     """Where codes lie in words, the first in the lowest bits.
 
-    bits: 4 or 8; along_rows: whether a word has codes of one column, not of one row; order: which
-    of eight codes lies in each place of a word; (): that of its number. less: how much smaller
-    stored numbers are than codes.
+    bits: 4 or 8; along_rows: whether a word has codes of one column, not of one row; order: for
+    each place of a word, which of the eight codes lies there; (): they lie in order. less: how much
+    smaller stored numbers are than codes.
     """
 
     bits: int
@@ -26,7 +28,7 @@ class Words:
     def codes(self, t: Tensor) -> Tensor:
         """int32 words [..., R, C] -> u8 codes, one each."""
         t = _viewed(t.mT if self.along_rows else t, torch.uint8)
-        t = nibbles(t) if self.bits == 4 else t
+        t = NIBBLES.unpacked(t) if self.bits == 4 else t
         t = _in_order(t, sorted(range(len(self.order)), key=self.order.__getitem__)) + self.less
         return t.mT if self.along_rows else t
 
@@ -34,18 +36,8 @@ class Words:
         """The inverse. Zeros follow if a word is not full."""
         t = (t.mT if self.along_rows else t) - self.less
         t = _in_order(pad(t, (0, -t.shape[-1] % (32 // self.bits))), self.order)
-        t = _viewed(packed_nibbles(t) if self.bits == 4 else t, torch.int32)
+        t = _viewed(NIBBLES.packed(t) if self.bits == 4 else t, torch.int32)
         return (t.mT if self.along_rows else t).contiguous()
-
-
-def nibbles(t: Tensor) -> Tensor:
-    """u8 [..., K/2] -> u8 [..., K]: the low nibble of a byte, then the high one."""
-    return torch.stack([t & 15, t >> 4], -1).flatten(-2)
-
-
-def packed_nibbles(t: Tensor) -> Tensor:
-    """The inverse."""
-    return t[..., 0::2] | t[..., 1::2] << 4
 
 
 def _viewed(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,9 +98,11 @@ def destination(dst: str | Path) -> Path:
             "the destination exists", expected="a new path, or an empty directory", where=str(dst)
         )
     if os.path.ismount(dst):
-        expected, todo = "a path that a folder can be renamed to", "name a new folder inside of it"
         raise CheckpointError(
-            "the destination is a mount point", expected=expected, todo=todo, where=str(dst)
+            "the destination is a mount point",
+            expected="a path that a folder can be renamed to",
+            todo="name a new folder inside of it",
+            where=str(dst),
         )
     return dst
 
@@ -114,21 +116,20 @@ def _to_copy(source: Directory) -> list[Path]:
         return []
     home = source.path.resolve()
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    found = [
-        file for file in sorted(home.iterdir()) if file.is_file() and not file.name.startswith(".")
-    ]
     others = [
         file
-        for file in found
-        if not file.name.endswith(_NOT_COPIED) and file.name not in (OLDER_CONFIG, INDEX)
+        for file in sorted(home.iterdir())
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith(_NOT_COPIED)
+        and file.name not in (OLDER_CONFIG, INDEX)
     ]
     for file in others:
         if not any(file.resolve().is_relative_to(place) for place in places):
-            todo = "put a copy of that file there, if it belongs to the model"
             raise CheckpointError(
                 f"a link to {file.resolve()}",
                 expected="files of the directory itself",
-                todo=todo,
+                todo="put a copy of that file there, if it belongs to the model",
                 where=str(file),
             )
     return [file for file in others if file.name != CONFIG]
@@ -209,8 +210,9 @@ def appearing(dst: Path, needed: int = 0) -> Iterator[Path]:
                 todo = "give it a shorter name"
             raise CheckpointError(found, todo=todo, where=str(dst)) from error
         except KeyboardInterrupt:
-            said = f"stopped: {dst} is not written, and nothing of it is left"
-            raise KeyboardInterrupt(said) from None
+            raise KeyboardInterrupt(
+                f"stopped: {dst} is not written, and nothing of it is left"
+            ) from None
 
 
 def _too_small(folder: Path, needed: int) -> str:

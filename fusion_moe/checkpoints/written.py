@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import FP8, INT4, MXFP4, NVFP4, Encoding, Quantized
+from ..encodings import FP8, INT4, INTEGERS, MXFP4, NVFP4, Encoding, Quantized
 from ..errors import need_one_of
-from .compressed import compressed_config
+from .configurations import compressed_config, layer_of, modelopt_config
 from .integers import packed_scheme
-from .modelopt import layer_of, quantization_config
 from .schemes import (
     FP8_INVERSE,
     MODELOPT,
@@ -46,6 +45,13 @@ class Form:
         """That of the weights."""
         assert self.scheme.encoding is not None
         return self.scheme.encoding
+
+
+def compressed_scheme(encoding: Encoding | None) -> Scheme | None:
+    """How compressed-tensors stores an encoding; None if this library does not write it so."""
+    if encoding is MXFP4:
+        return PACKED_MXFP4
+    return packed_scheme(encoding) if encoding and encoding in INTEGERS.values() else None
 
 
 def form_of(encoding: str) -> Form:
@@ -93,12 +99,8 @@ def _mxfp4(plain: Iterable[str]) -> dict[str, Any]:
 
 GPT_OSS = Form(MXFP4_FUSED, _mxfp4)
 _FORMS = {
-    NVFP4.name: Form(MODELOPT, partial(quantization_config, {"": "W4A16_NVFP4"})),
-    **{
-        e.name: Form(
-            PACKED_MXFP4 if e == MXFP4 else packed_scheme(e), partial(compressed_config, {"": e})
-        )
-        for e in (MXFP4, INT4)
-    },
+    NVFP4.name: Form(MODELOPT, partial(modelopt_config, {"": "W4A16_NVFP4"})),
+    MXFP4.name: Form(PACKED_MXFP4, partial(compressed_config, {"": MXFP4})),
+    INT4.name: Form(packed_scheme(INT4), partial(compressed_config, {"": INT4})),
     FP8.name: Form(of_encoding(FP8_INVERSE, FP8, torch.float32, ()), _fp8),
 }

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from ..checkpoints import Directory, method_of, packing_of
-from ..checkpoints.modelopt import own_entries
+from ..checkpoints.configurations import own_entries
 from ..env import has_cuda
 from ..errors import UnsupportedError
 from ..messages.extras import install

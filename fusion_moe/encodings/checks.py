@@ -98,17 +98,11 @@ def check_matrix_scale(
     name = name or scale.part
     if tensor.dtype != scale.dtype:
         _check_dtype(Part(scale.part, scale.dtype, scale), name, tensor, where)
-    shape = (*tensor.shape,)
-    whole = shape == (*lead,)
-    split = (
-        len(shape) == len(lead) + 1
-        and shape[:-1] == (*lead,)
-        and shape[-1] > 0
-        and n % shape[-1] == 0
-    )
-    if not (whole or split):
+    of_matrix = tensor.shape[len(lead) :]
+    divides = len(of_matrix) == 1 and of_matrix[0] > 0 and n % of_matrix[0] == 0
+    if tensor.shape[: len(lead)] != (*lead,) or not (divides or not of_matrix):
         raise ShapeError(
-            f"{name} is {list(shape)}",
+            f"{name} is {list(tensor.shape)}",
             expected=f"{list(lead)} (one for each matrix) or {[*lead, 'S']} (one for each of S "
             f"equal runs of its rows, S dividing N = {n})",
             todo="expand a scale that all matrices share; it multiplies, so take the reciprocal "
@@ -175,7 +169,13 @@ def check_finite(x: Tensor, encoding: Encoding, name: str = "x") -> None:
         )
 
 
-def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
+def check_matrix_scales(
+    scale: Tensor,
+    name: str = "decode_scale",
+    *,
+    expected: str = "decode scales, amax / 2688 each, or 0 for a matrix of zeros",
+    todo: str = "pass a scale that multiplies; or leave it out, to have it computed",
+) -> None:
     """NonFiniteError if float scales [...] contain NaN, infinity or a negative number. Waits for
     the device.
     """
@@ -186,16 +186,16 @@ def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
             scale,
             name,
             f"{int(bad.sum())} NaN, infinite or negative",
-            expected="decode scales, amax / 2688 each, or 0 for a matrix of zeros",
-            todo="pass a scale that multiplies; or leave it out, to have it computed",
+            expected=expected,
+            todo=todo,
         )
 
 
 def check_part_scales(part: Part, tensor: Tensor, name: str) -> None:
     """NonFiniteError if a part in linear order holds scales that no quantizer writes: NaN,
     infinity, and negative ones where the encoding has none; CheckpointError for zero points that
-    are no codes. Elements are not checked. For loading a
-    checkpoint: kernels may store scales in an unsigned type. Waits for the device.
+    are no codes. Elements are not checked. For loading a checkpoint: kernels may store scales in an
+    unsigned type. Waits for the device.
     """
     if part.scale is not None and part.scale.zero_point:
         _check_zero_points(tensor, part.scale, name)

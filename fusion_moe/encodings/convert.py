@@ -28,12 +28,6 @@ def quantize(
     """
     check_floats(x, encoding)
     check_rule(scales, encoding)
-    if (
-        encoding.axis == -2
-        and encoding.element.per_item == len(encoding.scales) == 1
-        and encoding.block_scales
-    ):
-        return _along_n(x, encoding)
     if encoding.axis == -2:
         turned = _transposed(quantize(x.mT, _along_k(encoding), matrix_scale), encoding)
         return turned.of(t.contiguous() for t in turned)
@@ -61,16 +55,19 @@ def quantize(
     return Quantized(elements, *ordered, encoding=encoding)
 
 
-def to_nvfp4(x: Tensor, decode_scale: Tensor | None = None, scales: str = "max") -> Quantized:
-    """`quantize` for weights: "max" by the operation, which has kernels. NonFiniteError for NaN and
-    infinity: on CUDA only the other rules look for them, and wait for the device.
+def quantize_weight(
+    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None = None, scales: str = "max"
+) -> Quantized:
+    """`quantize` for weights: to NVFP4 by "max" with the operation, which has kernels.
+    NonFiniteError for NaN and infinity to NVFP4: on CUDA only the other rules look for them, and
+    wait for the device.
     """
-    encoding = ENCODINGS["nvfp4"]
-    if scales == "max":
-        return Quantized(*nvfp4_quantize(x, decode_scale), encoding=encoding)
-    if has_values(x):
-        check_finite(x, encoding)
-    return quantize(x, encoding, decode_scale, scales)
+    if encoding.name == "nvfp4":
+        if scales == "max":
+            return Quantized(*nvfp4_quantize(x, matrix_scale), encoding=encoding)
+        if has_values(x):
+            check_finite(x, encoding)
+    return quantize(x, encoding, matrix_scale, scales)
 
 
 def matrix_scale_of(x: Tensor, encoding: Encoding) -> Tensor:
@@ -264,23 +261,6 @@ def _values(codes: Tensor, element: Element) -> Tensor:
 
 
 # Blocks along N -----------------------------------------------------------------------------------
-
-
-def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
-    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in their order in
-    memory.
-    """
-    (scale,) = encoding.scales
-    blocks = x.unflatten(-2, (-1, scale.block))
-    amax = blocks.abs().amax(-2).float()
-    made = scale.rounded(amax, 1.0)
-    if scale.over:
-        codes = blocks * scale.over(amax).unsqueeze(-2)
-    else:
-        step = made.float().reciprocal() if scale.divides else made.float()
-        codes = blocks / torch.where(amax == 0, 1.0, step).unsqueeze(-2)
-    elements = _coded(codes, encoding.element).flatten(-3, -2)
-    return Quantized(elements, made, encoding=encoding)
 
 
 def _along_k(encoding: Encoding) -> Encoding:

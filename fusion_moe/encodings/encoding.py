@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from .orders import UNCHANGED, CodeOrder, Recoding, usual_order
+from .orders import UNCHANGED, USUAL, CodeOrder, Recoding
 from .real import real_tensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,7 +114,7 @@ class Element:
     @property
     def tile_order(self) -> CodeOrder | None:
         """How codes lie in a tile of `w16x64`; None if they have no order there."""
-        return self.order or usual_order(self.bits)
+        return self.order or USUAL.get(self.bits)
 
     @cached_property
     @real_tensors()

@@ -49,10 +49,9 @@ def _scale(amax: Tensor, outer: Tensor | float) -> Tensor:
 
 def _of_rows(amax: Tensor, outer: Tensor | float) -> Tensor:
     exponent = ((amax.view(torch.int32) + _TO_448) >> 23) - 8
-    power = torch.where(exponent > 0, exponent << 23, 1 << 22).view(
-        torch.float32
-    )  # 1 << 22: 2^-127
-    return torch.where(amax == 0, 1.0, power.where(amax.isfinite(), torch.nan))
+    bits = torch.where(exponent > 0, exponent << 23, 1 << 22)  # 1 << 22: 2^-127
+    power = bits.view(torch.float32).where(amax.isfinite(), torch.nan)
+    return torch.where(amax == 0, 1.0, power)
 
 
 def _fp8(

@@ -54,13 +54,8 @@ def _as_nvfp4(weight: Quantized, runs: int) -> Quantized:
     """
     *_, n, k = check_parts(weight, weight.encoding, where="mxfp4 as nvfp4")
     if 0 in (n, k) or n % max(runs, 1):
-        found = (
-            f"{runs} runs of a weight {list(weight.shape)}"
-            if runs
-            else f"a weight {list(weight.shape)}"
-        )
         raise ShapeError(
-            found,
+            f"{f'{runs} runs of ' if runs else ''}a weight {list(weight.shape)}",
             expected="at least one element in each matrix, and runs that divide N",
             where="mxfp4 as nvfp4",
         )

@@ -50,64 +50,48 @@ class Nibbles:
 
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
         """The inverse of `stored`."""
-        return self.unpacked(t).view(*tiles, 8, 4, 4, 2, 2, 2)
+        return self.unpacked(t).view(*tiles, *_TILE)
 
 
-class Bytes:
-    """Codes of a byte."""
+@dataclass(frozen=True)
+class Permuted:
+    """Numbers of one or two bytes. dtype: as which they are moved; sizes: of r, c, v, j, h, i,
+    where a dimension may be two; order: which of these follow each other in memory.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
 
     def unpacked(self, t: Tensor) -> Tensor:
         """t"""
-        return t.view(torch.uint8)
+        return t.view(self.dtype)
 
     def packed(self, x: Tensor) -> Tensor:
         """x"""
         return x
 
     def stored(self, x: Tensor) -> Tensor:
-        """[..., r, c, v, j, h, i] -> [..., v // 2, r, c, v % 2, h, i, j]"""
-        x, lead = x.unflatten(-4, (2, 2)), x.dim() - 6
-        return x.permute(*range(lead), *(lead + d for d in (2, 0, 1, 3, 5, 6, 4))).contiguous()
+        """[..., r, c, v, j, h, i] -> the same in the order"""
+        lead = x.shape[:-6]
+        x = x.reshape(*lead, *self.sizes)
+        return x.permute(*range(len(lead)), *(len(lead) + d for d in self.order)).contiguous()
 
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
         """The inverse of `stored`."""
-        x, lead = t.view(torch.uint8).view(*tiles, 2, 8, 4, 2, 2, 2, 2), len(tiles)
-        x = x.permute(*range(lead), *(lead + d for d in (1, 2, 0, 3, 6, 4, 5)))
-        return x.flatten(-5, -4)
+        x = t.view(self.dtype).view(*tiles, *(self.sizes[d] for d in self.order))
+        back = (len(tiles) + self.order.index(d) for d in range(len(self.order)))
+        return x.permute(*range(len(tiles)), *back).reshape(*tiles, *_TILE)
 
 
-class SixteenBits:
-    """Numbers of 16 bits."""
-
-    def unpacked(self, t: Tensor) -> Tensor:
-        """t"""
-        return t.view(torch.int16)
-
-    def packed(self, x: Tensor) -> Tensor:
-        """x"""
-        return x
-
-    def stored(self, x: Tensor) -> Tensor:
-        """[..., r, c, v, j, h, i] -> [..., v, r, c, h, i, j]"""
-        lead = x.dim() - 6
-        return x.permute(*range(lead), *(lead + d for d in (2, 0, 1, 4, 5, 3))).contiguous()
-
-    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
-        """The inverse of `stored`."""
-        lead = len(tiles)
-        return (
-            t.view(torch.int16)
-            .view(*tiles, 4, 8, 4, 2, 2, 2)
-            .permute(*range(lead), *(lead + d for d in (1, 2, 0, 5, 3, 4)))
-        )
-
-
-_USUAL: dict[int, CodeOrder] = {4: Nibbles(), 8: Bytes(), 16: SixteenBits()}
-
-
-def usual_order(bits: int) -> CodeOrder | None:
-    """The order of codes of so many bits; None if they have none."""
-    return _USUAL.get(bits)
+_TILE = (8, 4, 4, 2, 2, 2)  # the sizes of r, c, v, j, h, i
+NIBBLES = Nibbles()
+# by the bits of a code; others have no order
+USUAL: dict[int, CodeOrder] = {
+    4: NIBBLES,
+    8: Permuted(torch.uint8, (8, 4, 2, 2, 2, 2, 2), (2, 0, 1, 3, 5, 6, 4)),
+    16: Permuted(torch.int16, _TILE, (2, 0, 1, 4, 5, 3)),
+}
 
 
 @dataclass(frozen=True)

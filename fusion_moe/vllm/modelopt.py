@@ -19,10 +19,10 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
-from ..checkpoints.modelopt import own_entries
+from ..checkpoints.configurations import own_entries
 from ..checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4, check_finite
-from ..encodings.convert import to_nvfp4
+from ..encodings.convert import quantize_weight
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError
 from .experts import ExpertsMethod
@@ -116,7 +116,7 @@ def _load_numbers(
     else:
         check_finite(loaded_weight, NVFP4, weight_name)
         rule = getattr(method.quant_config, "scales", rule)
-    parts = *to_nvfp4(loaded_weight, scales=rule), torch.ones(())
+    parts = *quantize_weight(loaded_weight, NVFP4, scales=rule), torch.ones(())
     before, _, projection = weight_name.removesuffix("_weight").rpartition(".")
     into = [name for name in method.loaded if name.startswith(f"{projection}_")]
     loaded = [

@@ -25,7 +25,7 @@ from fusion_moe.checkpoints import Directory, check_scales, convert, quantize, w
 from fusion_moe.checkpoints.conversion import Source
 from fusion_moe.checkpoints.gguf_models import model_of
 from fusion_moe.encodings import MXFP4, NVFP4
-from fusion_moe.encodings.convert import to_nvfp4
+from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.layouts.layout import as_bytes
 from fusion_moe.transformers import NVFP4Config, from_pretrained
@@ -196,7 +196,7 @@ def test_experts_of_several_types_are_floats(tmp_path: Path) -> None:
                 torch.equal(as_bytes(a), as_bytes(b))
                 for a, b in zip(
                     weight.quantized(written.read),
-                    to_nvfp4(matrix, scales="mse"),
+                    quantize_weight(matrix, NVFP4, scales="mse"),
                     strict=True,
                 )
             )

@@ -18,7 +18,7 @@ from fusion_moe.encodings import (
     quantize,
     search,
 )
-from fusion_moe.encodings.convert import to_nvfp4
+from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.encodings.e2m1 import E2M1
 from fusion_moe.errors import NonFiniteError
 
@@ -115,8 +115,8 @@ def test_the_nearest_number_is_that_of_the_code():
 
 def test_max_is_what_it_was():
     x = weight()
-    assert all(map(torch.equal, to_nvfp4(x), torch.ops.fusion_moe.nvfp4_quantize(x)))
-    assert all(map(torch.equal, to_nvfp4(x), quantize(x, NVFP4, scales="max")))
+    assert all(map(torch.equal, quantize_weight(x, NVFP4), torch.ops.fusion_moe.nvfp4_quantize(x)))
+    assert all(map(torch.equal, quantize_weight(x, NVFP4), quantize(x, NVFP4, scales="max")))
 
 
 @pytest.mark.parametrize("rule", search.RULES)
@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite(rule, bad):
     x = weight()
     x[1, 2, 3] = bad
     with pytest.raises(NonFiniteError, match=r"the first at \(1, 2, 3\)"):
-        to_nvfp4(x, scales=rule)
+        quantize_weight(x, NVFP4, scales=rule)
 
 
 def test_rules(golden):

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ...encodings import MXFP4, NVFP4, Encoding, Quantized, quantize
-from ...encodings.convert import to_nvfp4
+from ...encodings import MXFP4, NVFP4, Encoding, Quantized
+from ...encodings.convert import quantize_weight
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.text import text
@@ -83,8 +83,7 @@ def _by_program(
     given = [x.reshape(-1, n, k), *([] if matrix_scale is None else [matrix_scale.reshape(-1)])]
     made = torch.ops.fusion_moe.run(source, [t.contiguous() for t in given], [len(given[0])])
     of_matrix = [] if matrix_scale is None else [matrix_scale]
-    parts = [*(t.unflatten(0, lead) for t in made), *of_matrix]
-    return Quantized(*parts, encoding=encoding)
+    return Quantized(*(t.unflatten(0, lead) for t in made), *of_matrix, encoding=encoding)
 
 
 @lru_cache
@@ -109,14 +108,8 @@ def _in_panels(
     x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, scales: str
 ) -> Quantized:
     """x float[G, ..., N, K] -> the same in an encoding, with a scale for each matrix."""
-
-    def made_of(x: Tensor, scale: Tensor | None) -> Quantized:
-        if encoding == NVFP4:
-            return to_nvfp4(x, scale, scales)
-        return quantize(x, encoding, scale, scales)
-
     if not pages.takes(x) or x.numel() // 2 < pages.PAGE or x.dim() < 3:
-        return made_of(x, matrix_scale)
+        return quantize_weight(x, encoding, matrix_scale, scales)
     *lead, n, k = x.shape
     weight = Quantized(
         *(pages.empty(encoding.part_shape(p, lead, n, k), p.dtype) for p in encoding.parts),
@@ -126,6 +119,7 @@ def _in_panels(
     for start in range(0, len(x), step):
         some = slice(start, start + step)
         scale = None if matrix_scale is None else matrix_scale[some]
-        for part, panel in zip(weight, made_of(x[some], scale), strict=True):
+        made = quantize_weight(x[some], encoding, scale, scales)
+        for part, panel in zip(weight, made, strict=True):
             part[some] = panel
     return weight

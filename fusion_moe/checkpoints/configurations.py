@@ -1,4 +1,6 @@
-"""Directories in ModelOpt's form: the entries of the configurations."""
+"""The entries of configurations that say how weights are stored, in ModelOpt's form and in that of
+compressed-tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..encodings import MXFP4, Encoding
+
 PRODUCER = {"name": "fusion_moe"}
 _OWN = ("activation_format", "weights", "scales")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 
-def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
+def modelopt_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of config.json. algorithms: "NVFP4", "W4A16_NVFP4" or "FP8" for each
     quantized weight; plain: other weights.
     """
@@ -73,3 +77,49 @@ def layer_of(name: str) -> str:
     """The layer of a module's name; all experts of a layer count as one."""
     expert = _EXPERT.fullmatch(name)
     return expert[1] if expert else name
+
+
+# compressed-tensors -------------------------------------------------------------------------------
+
+
+def compressed_config(encodings: Mapping[str, Encoding], plain: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json. encodings: of each quantized weight; plain: others, and
+    modules of experts in floats.
+    """
+    of = {e.name: e for e in encodings.values()}
+    groups: dict[str, Any] = {}
+    for i, encoding in enumerate(of[name] for name in sorted(of)):
+        targets = sorted(weight for weight, its in encodings.items() if its is encoding)
+        groups[f"group_{i}"] = {
+            "format": "mxfp4-pack-quantized" if encoding is MXFP4 else "pack-quantized",
+            "targets": ["Linear"] if len(of) == 1 else targets,
+            "weights": _weights(encoding),
+        }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": [
+            rf"re:{re.escape(name)}\..*" if name.endswith("experts") else name
+            for name in sorted(set(map(layer_of, plain)))
+        ],
+        "quantization_status": "compressed",
+        "producer": PRODUCER,
+    }
+
+
+def _weights(encoding: Encoding) -> dict[str, Any]:
+    block = encoding.block_scales[0].block
+    if encoding is MXFP4:
+        kind = {"type": "float", "scale_dtype": "torch.uint8"}
+    else:
+        kind = {"type": "int", "strategy": "group" if block > 0 else "channel"}
+    return {
+        "num_bits": encoding.element.bits,
+        "strategy": "group",
+        "group_size": block if block > 0 else None,
+        "symmetric": not encoding.zero_points,
+        "dynamic": False,
+        **kind,
+    }
