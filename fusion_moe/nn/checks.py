@@ -15,8 +15,8 @@ FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 
 
 def are_alike(entries: Sequence[object], dims: int) -> bool:
-    """Whether entries of a state dict are plain tensors of one dtype and one shape of so many
-    dimensions, which may be stacked.
+    """Whether entries of a state dict can be stacked: plain tensors with this many dimensions, all
+    of one dtype, shape and device.
     """
     kinds = {
         (t.layout, t.dim(), t.dtype, t.shape, t.device) if isinstance(t, Tensor) else None

@@ -30,7 +30,8 @@ class QuantizationConfig:
             (NVFP4, MXFP4, INT4), that one or one of its neighbours. The last two take what has the
             least squared error. `update_weights_` rounds by the same rule; kernels of GPUs do so
             by "max".
-        skip, linear: what of a model is quantized, as in `quantize_`, while it is loaded too.
+        skip, linear: which parts of a model are quantized, as in `quantize_`; also while it is
+            loaded.
 
     Raises:
         OptionError: for any other activation_format, weights or scales, or a skip that is no list.
@@ -104,9 +105,7 @@ def config_of(given: str | QuantizationConfig, where: str) -> QuantizationConfig
     if isinstance(given, QuantizationConfig):
         return given
     if not isinstance(given, str):
-        names = ", ".join(f"{cls.__name__}()" for cls in CONFIGS.values())
-        raise OptionError(
-            f"config = {given!r}", expected=f"one of {', '.join(CONFIGS)}, {names}", where=where
-        )
+        known = (*CONFIGS, *(f"{cls.__name__}()" for cls in CONFIGS.values()))
+        raise OptionError(f"config = {given!r}", expected=f"one of {', '.join(known)}", where=where)
     need_one_of("config", given, CONFIGS, where=where)
     return CONFIGS[given]()

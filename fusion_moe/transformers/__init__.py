@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .adapters import register_saving
-from .casting import register_casting
 from .config import FP8Config, INT4Config, ModelOptConfig, MXFP4Config, NVFP4Config
 from .experts import experts_forward
 from .loading import from_pretrained
 from .quantizer import FusionMoeQuantizer, before_training
-from .registration import register, register_backend, register_counting
-from .resizing import register_resizing
+from .registration import change_models, register, register_backend
 from .routers import fuse_routers_
 from .trainer import register_loading
 
@@ -39,8 +36,5 @@ ALL_EXPERTS_FUNCTIONS.register("fusion_moe", experts_forward)
 register("modelopt", ModelOptConfig, FusionMoeQuantizer)
 register("fusion_moe", ModelOptConfig, FusionMoeQuantizer)
 register_backend()
-register_counting()
-register_saving()
-register_casting()
-register_resizing()
+change_models()
 before_training.append(register_loading)

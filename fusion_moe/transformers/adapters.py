@@ -18,18 +18,12 @@ from ..nn.lora.adapter import adapters_of
 from ..nn.lora.files import load_lora_, save_lora
 from ..nn.lora.files.config import CONFIG, read_config
 from ..nn.lora.files.directory import TENSORS
-from ..plugins import wrap
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
 
 
-def register_saving() -> None:
-    """Makes `save_pretrained` tell quantizers, which it asks for tensors, the directory."""
-    wrap(PreTrainedModel, "save_pretrained", _save)
-
-
-def _save(
+def save_pretrained(
     theirs: Any,
     self: Any,
     save_directory: str | os.PathLike[str],
@@ -37,6 +31,7 @@ def _save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Tells quantizers, which `save_pretrained` asks for tensors, the directory."""
     token = _saving_to.set(Path(save_directory) if is_main_process else None)
     try:
         return theirs(self, save_directory, is_main_process, *args, **kwargs)
@@ -85,13 +80,9 @@ def _with_head(model: Any) -> nn.Module:
 
 def described(model: nn.Module) -> dict[str, str]:
     """The rank and alpha of each adapter."""
-    modules = (
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, AdaptableModule)
-    )
     return {
         f"{name}.{p}": f"rank {a.rank}, alpha {a.alpha}"
-        for name, module in modules
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptableModule)
         for p, a in adapters_of(module)
     }

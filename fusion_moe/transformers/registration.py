@@ -1,20 +1,26 @@
 """Names under which transformers finds our quantizer, and accelerate our backend of torch.compile;
-and how transformers counts parameters.
+and the methods of transformers' models that are changed.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn.frozen.packed import PackedModule
 from ..plugins import wrap
+from .adapters import save_pretrained
+from .quantizer import FusionMoeQuantizer
+from .resizing import resized
 
 
 def register(
@@ -38,16 +44,24 @@ def register(
         )
 
 
-def register_counting() -> None:
-    """Makes `num_parameters` count an encoded weight as its numbers, N x K, not as codes and
-    scales.
+def change_models() -> None:
+    """Wraps methods of all models."""
+    for name, around in _CHANGED.items():
+        wrap(PreTrainedModel, name, around)
+
+
+def _cast(cast: Callable[..., Any], refuse: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """Casts the floats of a model with encoded weights of ours, as `bfloat16` and `to` do.
+    transformers refuses it for every quantized model.
     """
-    wrap(PreTrainedModel, "num_parameters", _num_parameters)
+    ours = isinstance(getattr(self, "hf_quantizer", None), FusionMoeQuantizer)
+    return (cast if ours else refuse)(self, *args)
 
 
 def _num_parameters(
     count: Any, self: Any, only_trainable: bool = False, *args: Any, **kwargs: Any
 ) -> int:
+    """Counts an encoded weight as its numbers, N x K, not as codes and scales."""
     found = int(count(self, only_trainable, *args, **kwargs))
     encoded = [m for m in self.modules() if isinstance(m, PackedModule) and not m.encoding.plain]
     return found + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
@@ -55,12 +69,21 @@ def _num_parameters(
 
 def _beyond_parts(module: PackedModule) -> int:
     """How many numbers a module's weights have more than their parts have elements."""
-    more = 0
-    for names in module.part_names.values():
-        parts = [p.numel() for name in names if (p := module._parameters.get(name)) is not None]
-        lead = getattr(module, names[0]).shape[:-2]
-        more += prod((*lead, *module.matrix_shape(names[0]))) - sum(parts)
-    return more
+    shapes = (
+        (*module.weight_of(weight).shape[:-2], *module.matrix_shape(weight))
+        for weight in module.part_names
+    )
+    own = (module._parameters.get(name) for name in module._parts_by_name())
+    return sum(map(prod, shapes)) - sum(p.numel() for p in own if p is not None)
+
+
+_CHANGED: dict[str, Callable[..., Any]] = {
+    "save_pretrained": save_pretrained,
+    "num_parameters": _num_parameters,
+    "half": partial(_cast, nn.Module.half),
+    "float": partial(_cast, nn.Module.float),
+    "_get_resized_lm_head": resized,
+}
 
 
 def register_backend() -> None:

@@ -6,22 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..encodings import Quantized, dequantize, quantize
 from ..nn import QuantizedLinear
 from ..nn.frozen.packed import packing_of
-from ..plugins import wrap
 
 
-def register_resizing() -> None:
-    """Makes `resize_token_embeddings` decode an encoded head, resize it as any other, and encode
-    it again.
-    """
-    wrap(PreTrainedModel, "_get_resized_lm_head", _resized)
-
-
-def _resized(
+def resized(
     resize: Callable[..., Any],
     self: Any,
     old_lm_head: nn.Module,
@@ -29,6 +20,7 @@ def _resized(
     *args: Any,
     **kw: Any,
 ) -> Any:
+    """Decodes an encoded head, resizes it as any other, and encodes it again."""
     if not isinstance(old_lm_head, QuantizedLinear) or new_num_tokens is None:
         return resize(self, old_lm_head, new_num_tokens, *args, **kw)
     weight, old = old_lm_head.weight_of("weight"), old_lm_head

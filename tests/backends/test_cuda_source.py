@@ -375,9 +375,9 @@ def test_wide_tiles_have_kernels_of_their_own():
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 96), (240, 1392)])
 def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidden, inner):
     layer = experts_of_ones(1, hidden, inner)
-    h, i = layer.padding("down_proj", W16X64).padded
+    h, i = layer.padding("down", W16X64).padded
     assert (h, i) == (256, -(-inner // 64) * 64)
-    assert layer.padding("gate_up_proj", W16X64).padded == (2 * i, h)
+    assert layer.padding("gate_up", W16X64).padded == (2 * i, h)
     monkeypatch.setitem(MODELS, "shard", (8, 2, h, i))
     made = sources("shard")
     assert all(source.reader.tiled for source in made)

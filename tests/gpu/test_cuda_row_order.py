@@ -32,7 +32,7 @@ def layer(encoding: str, experts: int, hidden: int, inner: int, prepared: bool =
 
 
 def batch(made: Experts, dtype: torch.dtype = torch.bfloat16):
-    experts, hidden = made.gate_up_proj.shape[0], made.matrix_shape("down_proj")[0]
+    experts, hidden = made.gate_up_proj.shape[0], made.matrix_shape("down")[0]
     slots = min(SLOTS, experts)
     return lambda count, seed: tokens(count, experts, slots, hidden, dtype, seed)
 

@@ -68,7 +68,7 @@ def padded(module: PackedModule) -> PackedModule:
     fusion_moe.prepare_(other, "cuda")
     assert other.weight_layout == "w16x64"
     assert other.paddings
-    for names in other.packed:
+    for names in other.packed.values():
         *_, n, k = getattr(other, names[0]).shape
         assert W16X64.why_not(n, other.encoding.elements(k), other.encoding) == ""
     assert same_state(module.state_dict(), other.state_dict())

@@ -24,7 +24,7 @@ from ..trained.activations import deinterleave
 from .traced_activation import activation_of
 
 FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
-# the last raises for modules of codes, which have no others
+# in this order: transformers' modules of codes raise if asked for the last, but lack the others
 _FLAGS = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
 
 

@@ -182,7 +182,7 @@ class _Rounding:
         found: dict[str, Tensor] = {}
         for name, master, runs in self.masters(module):
             shape = master.shape[1], master.shape[2]
-            padding = made._padding(name) or Padding(shape, shape)
+            padding = made.paddings.get(name, Padding(shape, shape))
             parts = torch.ops.fusion_moe.encode_weight(
                 master.detach(),
                 self.encoding.name,

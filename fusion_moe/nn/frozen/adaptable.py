@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...encodings.folding import FOLDED, foldable
-from ...layouts import Layout, Padding
+from ...layouts import Layout
 from ...messages.warn import warn_once
 from ...target import Target
 from ..local import local
@@ -48,9 +48,10 @@ class AdaptableModule(PackedModule):
 
     def why_not(self, layout: Layout) -> str:
         """As in `PackedModule`; folded weights are not padded."""
-        padded = [name for name, *_ in self.packed if self.padding(name, layout)]
+        padded = [weight for weight in self.part_names if self.padding(weight, layout)]
         if self.weights != "packed" and padded:
-            return f"{padded[0]} would be padded, and its folded weight is not"
+            name = self.part_names[padded[0]][0]
+            return f"{name} would be padded, and its folded weight is not"
         return super().why_not(layout)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
@@ -89,8 +90,8 @@ class AdaptableModule(PackedModule):
 
     def shape_of(self, projection: str) -> tuple[int, int, int]:
         """E, N and K of the weight of a projection, without padding."""
-        name = self.part_names[projection][0]
-        return (len(getattr(self, name)), *self.matrix_shape(name))
+        elements = getattr(self, self.part_names[projection][0])
+        return (len(elements), *self.matrix_shape(projection))
 
     def adapter(self, projection: str) -> Any:
         """The adapter of a projection; None if it has none."""
@@ -125,14 +126,14 @@ class AdaptableModule(PackedModule):
 
     def padded_factors(self, projection: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a [G, r, K] and b [G, N, r], padded like a projection's weight."""
-        padding = self._padding(projection)
+        padding = self.paddings.get(projection)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 
     def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
         an adapter adds.
         """
-        padding, of_fold, scale = self._padding(projection), False, self._lora_scale
+        padding, of_fold, scale = self.paddings.get(projection), False, self._lora_scale
         if self.weights != "packed":
             of_fold = self._folded(rows.numel() // rows.shape[-1])
         y = torch.ops.fusion_moe.grouped_mm(
@@ -144,10 +145,6 @@ class AdaptableModule(PackedModule):
             lora_scale=scale,
         )
         return padding.cut_rows(y) if padding else y
-
-    def _padding(self, projection: str) -> Padding | None:
-        """The padding of a projection's weight."""
-        return self.paddings.get(self.part_names[projection][0]) if self.paddings else None
 
     @property
     def _lora_scale(self) -> float:

@@ -74,9 +74,7 @@ class Experts(Projections):
         """
         self.order()
         up, down = self.projections
-        of_gate_up, of_down = (
-            (self._padding(up), self._padding(down)) if self.paddings else (None, None)
-        )
+        of_gate_up, of_down = self.paddings.get(up), self.paddings.get(down)
         if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
             checks.need_rows(
                 "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
@@ -123,7 +121,7 @@ class Experts(Projections):
             if (bias := self._bias(projection, like)) is not None:
                 found[f"{name}_bias"] = bias
         if (more := self.activation_parameters) is not None:
-            padding = self._padding("down") if more.shape[-1] > 1 else None
+            padding = self.paddings.get("down") if more.shape[-1] > 1 else None
             found["activation_parameters"] = padding.pad_columns(more) if padding else more
         if (self._modules or self.wrappers) and self.adapted:
             found["lora_scale"] = scale = self._lora_scale
@@ -131,13 +129,13 @@ class Experts(Projections):
                 found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection, scale)
         return found
 
-    def padding(self, name: str, layout: Layout) -> Padding:
+    def padding(self, weight: str, layout: Layout) -> Padding:
         """As in `PackedModule`, but features between the two projections are padded for the
         projection that contracts them.
         """
-        n, k = self.matrix_shape(name)
+        n, k = self.matrix_shape(weight)
         _, columns = layout.tile
-        if name == self.part_names["down"][0]:
+        if weight == "down":
             return Padding((n, k), (ceil_to(n, columns), ceil_to(k, columns)))
         parts = read(self.activation).parts
         rows = parts * ceil_to(n // parts, columns)
@@ -147,7 +145,7 @@ class Experts(Projections):
         """As in `PackedModule`; alternating blocks of gate and up rows are padded by whole
         blocks.
         """
-        padding = self.padding(self.packed[0][0], layout)
+        padding = self.padding(self.projections[0], layout)
         if self.interleave and padding.padded[0] // 2 % self.interleave:
             return (
                 f"{padding.padded[0] // 2} features, which tiles need, are no whole blocks of "
@@ -157,8 +155,7 @@ class Experts(Projections):
 
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
         """The bias of a projection in the dtype of activations, padded like its weight."""
-        bias = super()._bias(projection, like)
-        padding = self._padding(projection) if bias is not None else None
+        bias, padding = super()._bias(projection, like), self.paddings.get(projection)
         return bias if bias is None or padding is None else padding.pad_rows(bias)
 
     def extra_repr(self) -> str:

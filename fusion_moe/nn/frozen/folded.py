@@ -143,7 +143,7 @@ def _runs(module: AdaptableModule, projection: str) -> int:
 def _panels(module: AdaptableModule, projection: str) -> Iterator[tuple[Quantized, list[Tensor]]]:
     """Some matrices at a time, on the device of what they become, in linear order."""
     into, weight = folded_of(module, projection), module.weight_of(projection)
-    packing = packing_of(module, module.part_names[projection][0])
+    packing = packing_of(module, projection)
     step = max(1, _PANEL // max(1, into[0][0].numel()))
     for start in range(0, len(into[0]), step):
         some = slice(start, start + step)

@@ -84,7 +84,7 @@ class NVFP4GroupedLinear(AdaptableModule):
         zeros for rows at or past offs[-1].
         """
         self.order()
-        if padding := self._padding("weight"):
+        if padding := self.paddings.get("weight"):
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)
         try:
             y = self._product("weight", x, offs)
@@ -100,10 +100,9 @@ class NVFP4GroupedLinear(AdaptableModule):
     def extra_repr(self) -> str:
         """For print(model)."""
         groups, n, k = self.shape_of("weight")
-        sizes = f"groups={groups}, in_features={k}, out_features={n}, bias={self.bias is not None}"
         return (
-            f"{sizes}, activation_format={self.activation_format!r}, "
-            f"weight_layout={self.weight_layout!r}"
+            f"groups={groups}, in_features={k}, out_features={n}, bias={self.bias is not None}, "
+            f"activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
         )
 
 
@@ -117,10 +116,8 @@ class GroupedSwiGLU(nn.Module):
 
     def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
         super().__init__()
-        (groups, rows, _), (down_groups, _, inner) = (
-            gate_up.shape_of("weight"),
-            down.shape_of("weight"),
-        )
+        groups, rows, _ = gate_up.shape_of("weight")
+        down_groups, _, inner = down.shape_of("weight")
         if groups != down_groups or rows != 2 * inner:
             raise ShapeError(
                 f"gate_up ({gate_up.extra_repr()}) and down ({down.extra_repr()})",

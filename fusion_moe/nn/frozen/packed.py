@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends, options, plugins
 from ...encodings import Encoding, Part, Quantized, check_part_scales
+from ...encodings.search import has_values
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
@@ -37,10 +37,9 @@ class PackedModule(nn.Module):
     parts. as_integers: whether 8-bit floats and scales of matrices are stored as integers of the
     same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the
     dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
-    weights that are not whole tiles of the layout, by the name of their elements; considered:
-    whether `order` has decided about the weights where they are now; scales: the rule that chose
-    the scales of blocks, as in `NVFP4Config`; sharding: how state dicts represent tensors that are
-    a rank's share.
+    weights that are not whole tiles of the layout; considered: whether `order` has decided about
+    the weights where they are now; scales: the rule that chose the scales of blocks, as in
+    `NVFP4Config`; sharding: how state dicts represent tensors that are a rank's share.
     """
 
     castable: tuple[str, ...] = ()
@@ -59,10 +58,10 @@ class PackedModule(nn.Module):
         self.as_integers, self.weight_layout, self.paddings = False, "linear", {}
 
     @property
-    def packed(self) -> tuple[tuple[str, ...], ...]:
-        """The names of elements and block scales of each weight."""
+    def packed(self) -> dict[str, tuple[str, ...]]:
+        """For each weight, the parameters that hold its elements and block scales."""
         kept = 1 + len(self.encoding.block_scales)
-        return tuple(names[:kept] for names in self.part_names.values())
+        return {weight: names[:kept] for weight, names in self.part_names.items()}
 
     @property
     def nbytes(self) -> int:
@@ -150,36 +149,31 @@ class PackedModule(nn.Module):
             else tensors
         )
 
-    def matrix_shape(self, name: str) -> tuple[int, int]:
-        """N and K of the weight whose elements have this name, without padding."""
-        if name in self.paddings:
-            return self.paddings[name].shape
-        *_, n, packed_k = getattr(self, name).shape
+    def matrix_shape(self, weight: str) -> tuple[int, int]:
+        """N and K of a weight, without padding."""
+        if weight in self.paddings:
+            return self.paddings[weight].shape
+        *_, n, packed_k = getattr(self, self.part_names[weight][0]).shape
         return n, self.encoding.elements(packed_k)
 
-    def row_scales(self, name: str) -> int:
+    def row_scales(self, weight: str) -> int:
         """S: how many runs of a matrix's rows have their own scale."""
-        names = next(names for names in self.part_names.values() if names[0] == name)
-        scales = [
-            getattr(self, key)
-            for key, part in zip(names, self.encoding.parts, strict=True)
-            if part.of_matrix
-        ]
+        scales = [t for part, t in self.weight_of(weight).named() if part.of_matrix]
         return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
-    def padding(self, name: str, layout: Layout) -> Padding:
+    def padding(self, weight: str, layout: Layout) -> Padding:
         """The padding that makes a weight whole tiles of a layout: rows are padded in each run with
         one scale.
         """
-        n, k = self.matrix_shape(name)
-        (rows, columns), runs = layout.tile, self.row_scales(name)
+        n, k = self.matrix_shape(weight)
+        (rows, columns), runs = layout.tile, self.row_scales(weight)
         padded = n if n % rows == 0 else runs * ceil_to(n // runs, rows)
         return Padding((n, k), (padded, ceil_to(k, columns)), runs)
 
     def why_not(self, layout: Layout) -> str:
         """Why the weights cannot be put in a layout; "" if they can."""
-        for name, *_ in self.packed:
-            padding, scales = self.padding(name, layout), self.row_scales(name)
+        for weight, (name, *_) in self.part_names.items():
+            padding, scales = self.padding(weight, layout), self.row_scales(weight)
             if why := layout.why_not(*padding.padded, self.encoding):
                 return why
             if padding.padded[0] != padding.shape[0] and (
@@ -190,6 +184,11 @@ class PackedModule(nn.Module):
                     "which are no whole tiles"
                 )
         return ""
+
+    @property
+    def _first(self) -> Any:
+        """The elements of the first weight."""
+        return getattr(self, next(iter(self.part_names.values()))[0])
 
     def order(self) -> None:
         """Puts encoded weights in the layout that the kernels of their device read, once: when a
@@ -205,7 +204,7 @@ class PackedModule(nn.Module):
             or not options.current().order_weights
         ):
             return
-        p, wanted = getattr(self, self.packed[0][0]), options.current().target
+        p, wanted = self._first, options.current().target
         if (
             type(p) is not nn.Parameter
             or _get_current_dispatch_mode()
@@ -239,13 +238,13 @@ class PackedModule(nn.Module):
         layout = "linear" if why else layout
         if layout != "linear" and self.weight_layout == "linear":
             for name, part in self._parts_by_name().items():
-                if part.of_blocks and not _is_valueless(getattr(self, name)):
+                if part.of_blocks and has_values(getattr(self, name)):
                     check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
         relayout_(self, layout)
         return why
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        here = getattr(self, self.packed[0][0]).device
+        here = self._first.device
         moves = fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type
         if moves:
             relayout_(self, "linear")
@@ -278,8 +277,8 @@ class PackedModule(nn.Module):
             if prefix + name in destination
         ):
             destination[key] = as_part(destination[key], part)
-        for names, keys in self._reordered(destination, prefix):
-            linear = packing_of(self, names[0]).unpack(
+        for weight, keys in self._reordered(destination, prefix):
+            linear = packing_of(self, weight).unpack(
                 [destination[key].detach() for key in keys], self.encoding
             )
             destination.update(zip(keys, linear, strict=True))
@@ -316,12 +315,9 @@ class PackedModule(nn.Module):
             entries.update(
                 {prefix + name: self.sharding.share(name, entries[prefix + name]) for name in own}
             )
-        for names, keys in self._reordered(entries, prefix):
-            packing, tensors = packing_of(self, names[0]), [entries[key].detach() for key in keys]
-            kept = [
-                as_part(getattr(self, name).detach(), part)
-                for name, part in zip(names, self.encoding.parts, strict=False)
-            ]
+        for weight, keys in self._reordered(entries, prefix):
+            packing, tensors = packing_of(self, weight), [entries[key].detach() for key in keys]
+            kept = [t.detach() for t in self._parts(weight)[: len(keys)]]
             if wrong := packing.why_not(keys, tensors, kept, self.encoding):
                 errors.append(wrong)
             entries.update(
@@ -373,21 +369,17 @@ class PackedModule(nn.Module):
             if isinstance(tensors.get(prefix + name), Tensor)
         ]
 
-    def _reordered(
-        self, tensors: Mapping[str, Any], prefix: str
-    ) -> list[tuple[Sequence[str], list[str]]]:
-        """Names and keys of those weights in a state dict whose layout in memory is not the linear
-        one.
+    def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[str, list[str]]]:
+        """The weights that a state dict has and whose layout in memory is not the linear one, each
+        with the keys of its elements and block scales.
         """
-        weights = [
-            (names, [prefix + name for name in names])
-            for names in self.packed
-            if self.weight_layout != "linear"
-        ]
+        if self.weight_layout == "linear":
+            return []
+        keys = {weight: [prefix + n for n in names] for weight, names in self.packed.items()}
         return [
-            (names, keys)
-            for names, keys in weights
-            if all(isinstance(tensors.get(key), Tensor) for key in keys)
+            (weight, its)
+            for weight, its in keys.items()
+            if all(isinstance(tensors.get(key), Tensor) for key in its)
         ]
 
 
@@ -433,12 +425,13 @@ class Packing:
         return ""
 
 
-def packing_of(module: PackedModule, name: str, layout: Layout | None = None) -> Packing:
-    """How the weight whose elements have this name is stored, or would be in a given layout."""
+def packing_of(module: PackedModule, weight: str, layout: Layout | None = None) -> Packing:
+    """How a weight is stored, or would be in a given layout."""
     if layout is not None:
-        return Packing(layout, module.padding(name, layout))
-    shape = module.matrix_shape(name)
-    return Packing(LAYOUTS[module.weight_layout], module.paddings.get(name, Padding(shape, shape)))
+        return Packing(layout, module.padding(weight, layout))
+    shape = module.matrix_shape(weight)
+    padding = module.paddings.get(weight, Padding(shape, shape))
+    return Packing(LAYOUTS[module.weight_layout], padding)
 
 
 def relayout_(module: PackedModule, layout: str) -> None:
@@ -451,30 +444,27 @@ def relayout_(module: PackedModule, layout: str) -> None:
     if layout == module.weight_layout:
         return
     packings = {
-        names: (packing_of(module, names[0]), packing_of(module, names[0], LAYOUTS[layout]))
-        for names in module.packed
+        weight: (packing_of(module, weight), packing_of(module, weight, LAYOUTS[layout]))
+        for weight in module.part_names
     }
     done = []
     try:
-        for names, (here, there) in packings.items():
-            _move(module, names, here, there)
-            done.append(names)
+        for weight, (here, there) in packings.items():
+            _move(module, weight, here, there)
+            done.append(weight)
     except BaseException:
-        for names in done:
-            _move(module, names, *reversed(packings[names]))
+        for weight in done:
+            _move(module, weight, *reversed(packings[weight]))
         raise
     module.weight_layout = layout
     module.paddings = {
-        names[0]: there.padding for names, (_, there) in packings.items() if there.padding
+        weight: there.padding for weight, (_, there) in packings.items() if there.padding
     }
 
 
-def _is_valueless(t: Tensor) -> bool:
-    return t.is_meta or isinstance(t, FakeTensor)
-
-
-def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Packing) -> None:
+def _move(module: PackedModule, weight: str, here: Packing, there: Packing) -> None:
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
+    names = module.packed[weight]
     old = [getattr(module, name) for name in names]
     parts = [as_part(p.detach(), part) for p, part in zip(old, module.encoding.parts, strict=False)]
     lead, padded = parts[0].shape[:-2], there.padding.padded
@@ -484,9 +474,9 @@ def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Pack
             for part, t in zip(module.encoding.parts, parts, strict=False)
         ]
         matrices = (
-            []
-            if _is_valueless(parts[0])
-            else zip(_matrices(parts), _matrices(moved_parts), strict=True)
+            zip(_matrices(parts), _matrices(moved_parts), strict=True)
+            if has_values(parts[0])
+            else []
         )
         for source, target in matrices:
             moved = there.pack(here.unpack(source, module.encoding), module.encoding)

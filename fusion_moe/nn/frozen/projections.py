@@ -121,10 +121,9 @@ class Projections(AdaptableModule):
         """For print(model)."""
         experts, hidden, intermediate = self.shape_of("down")
         ids = "" if self.first_expert is None else f" from {self.first_expert}"
-        sizes = f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}"
         return (
-            f"{sizes}, activation_format={self.activation_format!r}, "
-            f"weight_layout={self.weight_layout!r}"
+            f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}, "
+            f"activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
         )
 
 

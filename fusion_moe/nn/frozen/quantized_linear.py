@@ -73,8 +73,7 @@ class QuantizedLinear(PackedModule):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        sizes = (
+        return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}, weight_layout={self.weight_layout!r}"
         )
-        return f"{sizes}, weight_layout={self.weight_layout!r}"

@@ -23,7 +23,7 @@ from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError,
 from ..local import is_dtensor
 from .adaptable import AdaptableModule
 from .base import by_kernels, rounded
-from .packed import PackedModule, Packing, as_part, packing_of
+from .packed import PackedModule, Packing, packing_of
 
 _WHERE = "update_weights_"
 _PANEL, _LARGE_PANEL = 2**24, 2**28  # elements that are quantized at once, on CPUs and on GPUs
@@ -102,36 +102,32 @@ class _Unusable:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of a module, or the parts of one of its weights; where: the module's name."""
+    """A tensor of a module, or the parts of one of its weights; where: the module's name; weight:
+    that of the weight.
+    """
 
-    module: nn.Module
+    module: Any
     names: tuple[str, ...]
     where: str = field(compare=False)
+    weight: str = ""
 
     @property
     def encoding(self) -> Encoding | None:
         """The encoding of a weight; None for a tensor that is no part of one."""
-        module = self.module
-        held = isinstance(module, PackedModule) and self.names in module.part_names.values()
-        return module.encoding if held else None  # type: ignore[return-value]
+        return self.module.encoding if self.weight else None
 
     @property
     def own(self) -> list[Tensor]:
         """The module's tensors, in the dtypes of the encoding."""
-        own = [getattr(self.module, name).detach() for name in self.names]
-        parts = self.encoding.parts if self.encoding else ()
-        return [as_part(t, part) for t, part in zip(own, parts, strict=True)] if parts else own
+        if self.weight:
+            return [t.detach() for t in self.module.weight_of(self.weight)]
+        return [getattr(self.module, name).detach() for name in self.names]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the numbers."""
         shape = tuple(getattr(self.module, self.names[0]).shape)
-        return (*shape[:-2], *self._packed.matrix_shape(self.names[0])) if self.encoding else shape
-
-    @property
-    def _packed(self) -> PackedModule:
-        assert isinstance(self.module, PackedModule)
-        return self.module
+        return (*shape[:-2], *self.module.matrix_shape(self.weight)) if self.weight else shape
 
     def has_numbers(self, given: Mapping[str, Tensor]) -> bool:
         """Whether this is given as numbers, not as the parts of a weight."""
@@ -142,9 +138,11 @@ class _Place:
         """Raises what `update_weights_` says. Bytes become views as the floats that they are."""
         encoding, name = self.encoding, self.where + self.names[0]
         if any(is_dtensor(getattr(self.module, key)) for key in self.names):
-            todo = "load_state_dict takes what is divided"
             raise UnsupportedError(
-                f"{name}, a DTensor", expected="a parameter of one device", todo=todo, where=_WHERE
+                f"{name}, a DTensor",
+                expected="a parameter of one device",
+                todo="load_state_dict takes what is divided",
+                where=_WHERE,
             )
         if encoding is not None and not (self.has_numbers(given) and len(given) == 1):
             self._check_parts(given, encoding)
@@ -166,7 +164,7 @@ class _Place:
                 where=_WHERE,
             )
         for name, part in zip(self.names, encoding.parts, strict=True):
-            given[name] = self._packed._as_stored(given[name], part)
+            given[name] = self.module._as_stored(given[name], part)
         parts = [given[name].detach() for name in self.names]
         _need_shape(
             names[0], check_parts(parts, encoding, where=f"{_WHERE}: {names[0]}"), self.shape
@@ -186,8 +184,8 @@ class _Place:
             tensors = [given[name] for name in self.names if name in given]
             if own[0].dim() == 2:
                 own, tensors = [t[None] for t in own], [t[None] for t in tensors]
-            runs = self._packed.row_scales(self.names[0]) if self.has_numbers(given) else 0
-            packing, rule = packing_of(self._packed, self.names[0]), self._packed.scales
+            runs = self.module.row_scales(self.weight) if self.has_numbers(given) else 0
+            packing, rule = packing_of(self.module, self.weight), self.module.scales
             write_weight_(own, tensors, encoding, packing, runs, scales=rule)
 
     def spoil(self) -> None:
@@ -225,8 +223,7 @@ def write_weight_(
         if in_order == "linear":
             parts = packing.pack(parts, encoding)
         for t, made in zip(own, parts, strict=True):
-            made = made.reshape(t[some].shape)
-            t[some].view(torch.uint8).copy_(made.view(torch.uint8))
+            t[some].view(torch.uint8).copy_(made.reshape(t[some].shape).view(torch.uint8))
 
 
 def order_by_kernels(
@@ -242,11 +239,12 @@ def order_by_kernels(
 
 def _need_shape(name: str, found: tuple[int, ...], want: tuple[int, ...]) -> None:
     if found != want:
-        todo = "rows are out-features: transpose what is stored [E, K, N]"
         raise ShapeError(
             f"{name} is {list(found)}",
             expected=f"{list(want)}, as the module",
-            todo=todo if sorted(found) == sorted(want) else "",
+            todo="rows are out-features: transpose what is stored [E, K, N]"
+            if sorted(found) == sorted(want)
+            else "",
             where=_WHERE,
         )
 
@@ -255,16 +253,15 @@ def _places(module: nn.Module) -> dict[str, _Place]:
     """By the names of a state dict, all that an update may change."""
     found: dict[str, _Place] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
-        weights = [*owner.part_names.values()] if isinstance(owner, PackedModule) else []
-        parts = {key for keys in weights for key in keys}
-        others = [
-            (key,)
-            for key, t in (*owner._parameters.items(), *owner._buffers.items())
-            if t is not None and key not in parts | owner._non_persistent_buffers_set
-        ]
-        for keys in (*weights, *others):
-            place = _Place(owner, keys, f"{name}." if name else "")
-            found |= {place.where + key: place for key in keys}
+        where = f"{name}." if name else ""
+        for key, t in (*owner._parameters.items(), *owner._buffers.items()):
+            if t is not None and key not in owner._non_persistent_buffers_set:
+                found[where + key] = _Place(owner, (key,), where)
+        if isinstance(owner, PackedModule):
+            for weight, keys in owner.part_names.items():
+                found |= dict.fromkeys(
+                    (where + key for key in keys), _Place(owner, keys, where, weight)
+                )
     return found
 
 

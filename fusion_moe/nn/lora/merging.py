@@ -107,7 +107,7 @@ def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Qua
     """A weight plus delta, as the weight is stored, computed one matrix at a time; with the norms
     of `add_`.
     """
-    weight, packing = module.weight_of(name), packing_of(module, module.part_names[name][0])
+    weight, packing = module.weight_of(name), packing_of(module, name)
     made = weight.of(torch.empty_like(part) for part in weight)
     stack = len(weight.shape) > 2
     norms = torch.zeros(2, device=made[0].device)

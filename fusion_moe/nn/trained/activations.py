@@ -31,8 +31,6 @@ class Activation(nn.Module):
     no activation, or one with parameters.
     """
 
-    scaled = False
-
     def __init__(self, text: str, scaled: bool = False):
         super().__init__()
         if (program := read(text)).parameters:
@@ -108,9 +106,9 @@ class _ScaledGLU(Activation):
         if checks.are_alike([saved], dims=0) and not saved.is_meta:
             saved = saved.item()
         if type(saved) is not int or saved != own:
-            found = (saved or None) if type(saved) is int else f"a {type(saved).__name__}"
             raise OptionError(
-                f"a state dict with {_KEY} = {found}",
+                f"a state dict with {_KEY} = "
+                f"{(saved or None) if type(saved) is int else f'a {type(saved).__name__}'}",
                 expected=str(self.glu_interleave_size),
                 todo="make the module with that one, or reorder rows of the layer before it: "
                 "fusion_moe.nn.interleave, deinterleave",
@@ -194,17 +192,13 @@ def _squared_relu(fd: FusionDefinition, x: Value) -> Value:
     return fd.ops.relu(x) * fd.ops.relu(x)
 
 
-def _quick_gelu(fd: FusionDefinition, x: Value) -> Value:
-    return x * fd.ops.sigmoid(x * 1.702)
-
-
 # what a gate, or a row alone, becomes
 _FUNCTIONS: dict[str, Callable[[FusionDefinition, Value], Value]] = {
     "sigmoid": lambda fd, x: fd.ops.sigmoid(x),
     "silu": lambda fd, x: fd.ops.silu(x),
     "relu": lambda fd, x: fd.ops.relu(x),
     "gelu": _gelu,
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda fd, x: x * fd.ops.sigmoid(x * 1.702),
     "squared_relu": _squared_relu,
 }
 

@@ -20,8 +20,8 @@ from .stages import Operand
 
 
 class Held:
-    """The parts of the copy. They keep their addresses, for captured graphs, while shapes and
-    device stay. Who is copied or pickled has none.
+    """The parts of the copy. They keep their addresses, for captured graphs, as long as shapes and
+    device stay the same. A copied or pickled module has none.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ... import recipe
 from ...definitions.operations import restored
+from ...definitions.tensor_lists import flat
 from ...errors import DtypeError, OptionError, ShapeError
 from ...ir.types import dtype_name
 from .. import checks
@@ -277,12 +278,7 @@ class GroupedLinear(GroupedParameters):
             if t is not None:
                 checks.need_buffer(name, t, shape, dtype, x.device, where)
                 buffers.append((name, t))
-        names = ["x"] + ["an operand"] * (len(inputs) - 1)
-        others = (
-            (name, t)
-            for name, each in zip(names, inputs, strict=True)
-            for t in (each if isinstance(each, tuple) else (each,))
-        )
+        others = [("x", inputs[0]), *(("an operand", t) for t in flat(inputs[1:])[0])]
         checks.need_apart(buffers, others, where)
 
     def backward_dw(self) -> None:
