@@ -108,16 +108,13 @@ def _adopted(recipe: Any) -> Recipe | None:
             where=where,
         )
     operands = [f"fp8_quant_{name}" for name in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    found = {
-        **{f"{name}.amax_epsilon": getattr(recipe, name).amax_epsilon for name in operands},
-        "x_block_scaling_dim": recipe.x_block_scaling_dim,
-        "w_block_scaling_dim": recipe.w_block_scaling_dim,
-        "grad_block_scaling_dim": recipe.grad_block_scaling_dim,
-        "fp8_format": recipe.fp8_format.name,
-        "backward_override": getattr(recipe, "backward_override", None),
-    }
-    for (name, value), computed in zip(
-        found.items(), (0.0, 0.0, 0.0, 1, 2, 1, "E4M3", None), strict=True
+    for name, value, computed in (
+        *((f"{name}.amax_epsilon", getattr(recipe, name).amax_epsilon, 0.0) for name in operands),
+        ("x_block_scaling_dim", recipe.x_block_scaling_dim, 1),
+        ("w_block_scaling_dim", recipe.w_block_scaling_dim, 2),
+        ("grad_block_scaling_dim", recipe.grad_block_scaling_dim, 1),
+        ("fp8_format", recipe.fp8_format.name, "E4M3"),
+        ("backward_override", getattr(recipe, "backward_override", None), None),
     ):
         if value != computed:
             raise OptionError(

@@ -1,4 +1,4 @@
-"""What PEFT does at other places for encoded weights: which layer it makes of a module, what
+"""What changes elsewhere in PEFT for encoded weights: which layer it makes of a module, what
 "all-linear" names, how adapters of add_lora_ become its own, what merging loses.
 """
 
@@ -51,8 +51,11 @@ def _dispatch(
     base = _base(target)
     kwargs |= {"config": config}
     if isinstance(base, AdaptableModule) and base.fixed:
-        name = str(kwargs.get("target_name"))
-        raise UnsupportedError(f"adapters for {name}", expected=base.fixed, where="get_peft_model")
+        raise UnsupportedError(
+            f"adapters for {kwargs.get('target_name')}",
+            expected=base.fixed,
+            where="get_peft_model",
+        )
     if isinstance(base, AdaptableModule) and parameter_name is not None:
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, **kwargs)
     if isinstance(base, QuantizedLinear) and parameter_name is None:

@@ -71,7 +71,7 @@ class Contender:
     experts: str = ""
 
     def decoder(self, length: int, batch: int) -> Decoder:
-        """Of this model, whatever was compiled before."""
+        """A decoder of this model; forgets what was compiled before."""
         torch._dynamo.reset()
         # batched_mm would copy an expert for each row of the prompts
         experts = ("grouped_mm", self.experts) if self.experts else None
@@ -95,6 +95,7 @@ class Times:
 
     @property
     def spread(self) -> float:
+        """How far apart the fastest and the slowest are, relative to the median."""
         return (self.high - self.low) / self.median
 
     def overlaps(self, other: Times) -> bool:
@@ -181,7 +182,7 @@ def compared(
     length = context + (times + 1) * (repeats + 1)
     for batch in batches:
         steps = {}
-        for contender in _of(contenders, batch):
+        for contender in _for_tokens(contenders, batch):
             phase(f"{contender.name}: a prompt of {batch} x {context} tokens, before steps")
             steps[contender.name] = decoder = contender.decoder(length, batch)
             decoder.prompt(_ids(contender.model, batch, context))
@@ -190,12 +191,13 @@ def compared(
             yield Row("decode", name, batch, found)
     phase(f"timing prompts of {count(prompt, 'token')}")
     ids = _ids(contenders[0].model, 1, prompt)
-    prompts = {c.name: partial(c.read, ids) for c in _of(contenders, prompt)}
+    prompts = {c.name: partial(c.read, ids) for c in _for_tokens(contenders, prompt)}
     for name, found in in_turns(prompts, 1, repeats).items():
         yield Row("prompt", name, prompt, found)
 
 
-def _of(contenders: Sequence[Contender], tokens: int) -> list[Contender]:
+def _for_tokens(contenders: Sequence[Contender], tokens: int) -> list[Contender]:
+    """Those that are measured with so many tokens."""
     return [c for c in contenders if c.experts != "batched_mm" or tokens <= FEW]
 
 

@@ -18,15 +18,11 @@ def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -
     """CheckpointError for parameters of which the files have nothing, but for encoded ones and new
     heads. Checks names only: conversions change them.
     """
-    converters, known = (
-        [c for c in conversions if isinstance(c, WeightConverter)],
-        model.state_dict(),
-    )
-    provided = set[str]()
-    for name in replaced.entries.keys() - replaced.taken:
-        provided.update(_made_of(name, converters))
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    others = replaced.entries.keys() - replaced.taken
+    provided = {made for name in others for made in _made_of(name, converters)} | new_heads(model)
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
-    provided |= new_heads(model)
+    known = model.state_dict()
     missing = [
         name
         for name in known
@@ -57,7 +53,7 @@ def new_heads(model: Any) -> set[str]:
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:
-    """The parameters that are parameter from a tensor."""
+    """The parameters that a tensor is a part of."""
     parameter, pattern = rename_source_key(name, [], converters)
     if pattern is None:
         return [parameter]

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checkpoints.configurations import own_entries
 from ..checkpoints.directory import QUANTIZATION, TEXT_MODEL
-from ..checkpoints.modelopt import own_entries
 from ..encodings import FP8
 from ..errors import UnsupportedError
 from ..nn import config as nn_config
@@ -108,8 +108,9 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
     for name, value in ("weight_block_size", (128, 128)), ("activation_scheme", "dynamic"):
         found = getattr(asked, name)
         if (tuple(found) if isinstance(found, list) else found) != value:
-            where = type(asked).__name__
-            raise UnsupportedError(f"{name} = {found!r}", expected=repr(value), where=where)
+            raise UnsupportedError(
+                f"{name} = {found!r}", expected=repr(value), where=type(asked).__name__
+            )
     return asdict(nn_config.NVFP4Config("fp8", "fp8"))
 
 

@@ -31,10 +31,8 @@ def experts_forward(
     `fusion_moe.autocast` if one is in force. With a pointwise activation they are the single
     operation `fused_experts`; any other function of the module runs between two grouped products.
     """
-    up, down = (
-        _projection(module, "gate_up_proj" if module.has_gate else "up_proj"),
-        _projection(module, "down_proj"),
-    )
+    up = _projection(module, "gate_up_proj" if module.has_gate else "up_proj")
+    down = _projection(module, "down_proj")
     x, ids, w = hidden_states.to(up[0].dtype), top_k_index, top_k_weights
     # distributed.parallelize_ sets the first id; with transformers' plan ids begin at 0, and
     # experts of other ranks have the index E
@@ -69,9 +67,8 @@ def experts_forward(
 
 def _projection(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     """The weight and the bias [E, N] of a projection."""
-    return local(getattr(module, name)), local(
-        getattr(module, f"{name}_bias")
-    ) if module.has_bias else None
+    bias = local(getattr(module, f"{name}_bias")) if module.has_bias else None
+    return local(getattr(module, name)), bias
 
 
 def _grouped_linear(

@@ -48,7 +48,7 @@ from .sources import some
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division
 
-# arguments that say where
+# arguments that say where files are
 _OF_HUB = (
     "cache_dir",
     "force_download",
@@ -114,7 +114,7 @@ def from_pretrained(
     """
     offloads = experts_device is not None or kv_tokens is not None
     if offloads or _may_offload(directory, mesh, kwargs):
-        from ..offload.loading import offloaded  # nobody else pays for it
+        from ..offload.loading import offloaded  # a large import, which others need not wait for
 
         load = partial(from_pretrained, directory, auto_class=auto_class)
         placed = offloaded(load, directory, mesh, experts_device, kv_tokens, kwargs)
@@ -167,13 +167,11 @@ def from_pretrained(
     if wanted:
         return model, info
     if missing := sorted(set(info["missing_keys"]) - new_heads(model)):
-        todo = (
-            "output_loading_info=True returns the model with random numbers there, and their names"
-        )
         raise CheckpointError(
             f"nothing for {some(missing)}",
             expected="a tensor for each parameter",
-            todo=todo,
+            todo="output_loading_info=True returns the model with random numbers there, and their "
+            "names",
             where=where,
         )
     return model

@@ -38,8 +38,8 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def of_heads(model: Any, names: Mapping[str, str]) -> set[str]:
-    """Those of `live_names` in the heads of other classes: what files have beside the base model,
-    and this model has no place for.
+    """Which names from `live_names` belong to heads of other classes: what files have beside the
+    base model and this model has no place for.
     """
     prefix = f"{model.base_model_prefix}."
     if not any(name.startswith(prefix) for name in names):

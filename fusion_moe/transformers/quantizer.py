@@ -17,6 +17,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import KNOWN, Directory, Entry, packing_of
+from ..checkpoints.headers import Read
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
@@ -35,14 +36,14 @@ from .saving import (
     written_config,
 )
 from .share import Share
-from .tensors import Read, load_
+from .tensors import load_
 
 before_training: list[Callable[[], None]] = []  # done when a Trainer gets a model of ours
 
 
 class Tensors(NamedTuple):
-    """What transformers is going to read: by name, and the function that reads one. share: of
-    which a rank reads a part.
+    """The tensors that transformers is going to read, by name, and the function that reads one.
+    share: what of them a rank reads; None: all.
     """
 
     entries: Mapping[str, Entry]
@@ -50,7 +51,7 @@ class Tensors(NamedTuple):
     share: Share | None = None
 
 
-# those of a state dict
+# if a model is made of a state dict, its tensors
 state_dict: ContextVar[Tensors | None] = ContextVar("fusion_moe_state_dict", default=None)
 
 
@@ -298,11 +299,10 @@ def _hide(names: set[str], module: Any, state: dict[str, Any], prefix: str, meta
 def _tensors(files: list[str] | None) -> Tensors:
     """Those of files, whatever variant these are."""
     if files is None:
-        todo = "fusion_moe.transformers.from_pretrained takes config and state_dict"
         raise UnsupportedError(
             "encoded weights in a state dict",
             expected="a directory",
-            todo=todo,
+            todo="fusion_moe.transformers.from_pretrained takes config and state_dict",
             where="from_pretrained",
         )
     directory = Directory.open(Path(files[0]).parent, [Path(file).name for file in files])

@@ -5,15 +5,16 @@ all tensors that these need.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoints import Entry, Packing, Scheme, StoredPart, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
+from ..checkpoints.headers import Read
 from ..checkpoints.integers import USUAL
 from ..checkpoints.stored import all_eight_bits
 from ..encodings import F32, NVFP4, Encoding, Quantized
@@ -21,8 +22,8 @@ from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, ShapeError, UnsupportedError
 from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config, QuantizationConfig
-from ..nn.conversion.contract import contract_of, experts_from
-from ..nn.conversion.converters import convert
+from ..nn.conversion.contract import contract_of
+from ..nn.conversion.converters import by_contract, convert
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, Source, Weights, find_experts, some, weights_of
@@ -50,7 +51,7 @@ class Replacements:
     linears: dict[str, Source] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
-    def check_fixed(self, read: Callable[[str], Tensor]) -> None:
+    def check_fixed(self, read: Read) -> None:
         """Raises as `StoredWeight.check_fixed`. read: a tensor by its name in files."""
         for weight in self.weights.values():
             weight.check_fixed(lambda name: read(self.in_files[name]))
@@ -133,9 +134,8 @@ def _check_none_left(
         owner = owner.rpartition(".")[0]
     where = type(model).__name__
     if modules[owner]._parameters and owner not in replaced.experts:
-        of = type(modules[owner]).__name__
         raise UnsupportedError(
-            f"{left[0].name} in {left[0].scheme.name}, of a {of}",
+            f"{left[0].name} in {left[0].scheme.name}, of a {type(modules[owner]).__name__}",
             expected="experts of a known class, or a linear layer",
             where=where,
         )
@@ -228,14 +228,10 @@ def _on_meta(
             expected="experts in NVFP4",
             where=f"{name} ({type(module).__name__})",
         )
-    dtype = module.get_parameter("down_proj").dtype
     shapes = contract.up_shape, contract.down_shape
     runs = (len(names) if len(names) > 1 else 0 for names in source.names.values())
-    up, down = (_weight(encoding, shape, r) for shape, r in zip(shapes, runs, strict=True))
-    up_bias, down_bias = (
-        torch.empty(shape[:2], dtype=dtype) if contract.has_bias else None for shape in shapes
-    )
-    return experts_from(module, up, down, up_bias, down_bias, config)
+    weights = [_weight(encoding, shape, r) for shape, r in zip(shapes, runs, strict=True)]
+    return by_contract(module, config, weights)
 
 
 def _weight(encoding: Encoding, shape: tuple[int, ...], runs: int = 0) -> Quantized:

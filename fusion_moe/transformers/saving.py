@@ -22,8 +22,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ..checkpoints.configurations import PRODUCER, modelopt_config, own_entries
 from ..checkpoints.experts import PER_EXPERT
-from ..checkpoints.modelopt import own_entries, quantization_config
 from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
 from ..checkpoints.written import GPT_OSS, Form, form_of
 from ..encodings import MXFP4, NVFP4, Encoding
@@ -249,10 +249,9 @@ def written_config(model: Any, encoding: Encoding) -> dict[str, Any]:
         for m in model.modules()
         if isinstance(m, Projections) or (isinstance(m, QuantizedLinear) and m.encoding == NVFP4)
     )
-    algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
     # one for all
-    written = quantization_config({"": algorithm}, names)
-    return written | {"producer": {"name": "fusion_moe", "version": __version__}}
+    written = modelopt_config({"": "NVFP4" if scaled else "W4A16_NVFP4"}, names)
+    return written | {"producer": PRODUCER | {"version": __version__}}
 
 
 def with_own_entries(config: Mapping[str, Any], model: Any) -> dict[str, Any]:

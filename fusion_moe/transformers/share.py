@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from ..checkpoints import Directory, Entry
+from ..checkpoints import Directory
+from ..checkpoints.headers import Unread
 from ..errors import UnsupportedError
 from .names import live_names
 from .sources import Source
@@ -23,37 +24,6 @@ if TYPE_CHECKING:  # not at run time: torch may have been built without torch.di
     from ..distributed.parallelize import Division
 
 _INDEX = re.compile(r"(\d+)\.")
-
-
-class Slice:
-    """A tensor in a file, of which some experts are read; it has the methods of safetensors' slices
-    that transformers calls.
-    """
-
-    def __init__(self, entry: Entry, source: Any, experts: slice):
-        """source: safetensors' slice; experts: along the first dimension."""
-        self.dtype, self.shape, self.source, self.experts = (
-            entry.dtype,
-            entry.shape,
-            source,
-            experts,
-        )
-
-    def __getitem__(self, index: Any) -> Tensor:
-        assert index in (..., slice(None)), "transformers reads it whole"
-        return self.source[self.experts]
-
-    def get_shape(self) -> list[int]:
-        """The shape of the part that is read."""
-        return [len(range(self.shape[0])[self.experts]), *self.shape[1:]]
-
-    def get_dtype(self) -> str:
-        """safetensors' name of the dtype."""
-        return str(self.source.get_dtype())
-
-    def is_floating_point(self) -> bool:
-        """As the method of a tensor."""
-        return self.dtype.is_floating_point
 
 
 class Share(dict[str, Any]):
@@ -74,11 +44,10 @@ class Share(dict[str, Any]):
         modules: dict[str, Any] = self.division.modules(model)
         for name in modules:
             if self.division.plan != "ep" and (name not in sources or sources[name].rounds):
-                todo = "load the whole model, then parallelize_(model, mesh, plan=...)"
                 raise UnsupportedError(
                     "features of floats",
                     expected="encoded experts in the files, or plan = 'ep'",
-                    todo=todo,
+                    todo="load the whole model, then parallelize_(model, mesh, plan=...)",
                     where=name,
                 )
         for name, module in modules.items():
@@ -91,8 +60,10 @@ class Share(dict[str, Any]):
                 module = modules[owner]
                 first = module.first_expert or 0
                 kept, expert = range(first, first + len(module.down_proj)), _INDEX.match(below)
+                rows = slice(first, kept.stop)
                 if expert is None and entry.shape[:1] == (self.experts[owner],):
-                    self[name] = Slice(entry, self.directory.slice(name), slice(first, kept.stop))
+                    part = replace(entry, shape=(len(kept), *entry.shape[1:]))
+                    self[name] = Unread(part, partial(self.directory.slice(name).__getitem__, rows))
                 elif expert is None or int(expert[1]) in kept:
                     self[name] = self.directory.slice(name)
 

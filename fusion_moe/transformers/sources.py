@@ -124,9 +124,10 @@ def weights_of(source: Source, module: Projections, stored: Weights) -> list[Sto
                 source.rounds and weight.scheme.name == source.scheme.name
             )
             if not same or weight.shape != shape:
-                found = f"{weight.name} is {weight.scheme.name} {list(weight.shape)}"
                 raise CheckpointError(
-                    found, expected=f"{source.scheme.name} {list(shape)}", where=source.name
+                    f"{weight.name} is {weight.scheme.name} {list(weight.shape)}",
+                    expected=f"{source.scheme.name} {list(shape)}",
+                    where=source.name,
                 )
             taken.append(weight)
     return taken

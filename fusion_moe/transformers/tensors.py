@@ -6,13 +6,14 @@ how each of them is converted. Letters: E experts, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoints import StoredWeight
+from ..checkpoints.headers import Read
 from ..checkpoints.values import check_scale, check_scales_of
 from ..errors import UnsupportedError
 from ..nn.frozen.base import rounded
@@ -21,8 +22,6 @@ from ..nn.frozen.projections import Projections
 from ..nn.trained.activations import deinterleave, interleave
 from ..runtime.host_memory import pages
 from .sources import Row, Source, Weights
-
-Read = Callable[[str], Tensor]
 
 
 def load_(module: nn.Module, source: Source, weights: Weights, read: Read, device: Any) -> None:

@@ -63,7 +63,7 @@ def load_checkpoint_(model: PreTrainedModel, directory: Path) -> None:
 
     CheckpointError for other adapters than the model has.
     """
-    # which holds all others; ours are not cast
+    # float32 holds the numbers of all other dtypes, and encoded weights are not cast
     stored = from_pretrained(directory, auto_class=type(model), dtype=torch.float32)
     have, want = described(stored), described(model)
     if have != want:
@@ -72,12 +72,12 @@ def load_checkpoint_(model: PreTrainedModel, directory: Path) -> None:
             f"{some[name]} for {name}" if name in some else f"no adapter of {name}"
             for some in (have, want)
         )
-        todo = (
-            "give the model the adapters that it was trained with: add_lora_ with the same "
-            "arguments, or load_lora_"
-        )
         raise CheckpointError(
-            found, expected=f"{expected}, as the model has", todo=todo, where=str(directory)
+            found,
+            expected=f"{expected}, as the model has",
+            todo="give the model the adapters that it was trained with: add_lora_ with the same "
+            "arguments, or load_lora_",
+            where=str(directory),
         )
     model.load_state_dict(stored.state_dict())
 
