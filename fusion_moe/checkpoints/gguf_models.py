@@ -221,8 +221,9 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         raise CheckpointError(f"no {last}*", expected="all tensors of a model", where=where)
     rows, heads = size("blk.0.attn_q.weight", 0), config["num_attention_heads"]
     if rows % heads:
-        found = f"blk.0.attn_q.weight of {rows} rows"
-        raise CheckpointError(found, expected=f"rows of {heads} heads", where=where)
+        raise CheckpointError(
+            f"blk.0.attn_q.weight of {rows} rows", expected=f"rows of {heads} heads", where=where
+        )
     config |= {
         family.experts: entry("expert_count"),
         family.size: size("blk.0.ffn_down_exps.weight", -1),

@@ -277,7 +277,7 @@ def test_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
 
 def test_shapes_that_no_model_has(tmp_path: Path) -> None:
     for name, said in (
-        ("blk.0.attn_q.weight", "rows for 4 heads"),
+        ("blk.0.attn_q.weight", "rows of 4 heads"),
         (
             "blk.0.ffn_up_exps.weight",
             "'blk.0.ffn_up_exps.weight' .7.; expected .experts, rows, col",
