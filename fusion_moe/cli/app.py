@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from .doctor import doctor
 from .evaluate import evaluate
 from .explain import explain
 from .inspect import inspect
+from .output import Result, command
 from .plan import plan
 from .quantize import quantize
 from .run import run
@@ -50,32 +52,26 @@ def options(
     """Options of all commands."""
 
 
-def _examples(*lines: str) -> str:
-    """An epilog that is not wrapped."""
-    return "\n".join(["\b", "Examples:", *(f"  fusion-moe {line}" for line in lines)])
+def _add(find: Callable[..., Result], *examples: str, name: str | None = None) -> None:
+    """Adds a command, with examples of its arguments, which are not wrapped."""
+    epilog = "\n".join(["\b", "Examples:", *(f"  fusion-moe {line}" for line in examples)])
+    app.command(name, epilog=epilog)(command(find))
 
 
-app.command(epilog=_examples('run DIR "Why is the sky blue?"', "run DIR -i"))(run)
-app.command(epilog=_examples("bench DIR", "bench --config qwen3-30b --layers 4"))(bench)
-app.command(
-    epilog=_examples("inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems")
-)(inspect)
-app.command(
-    epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16")
-)(convert)
-app.command(
-    epilog=_examples(
-        "quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4",
-        "quantize DIR DIR-INT4 --to int4 --skip '*.layers.0.*'",
-    )
-)(quantize)
-app.command(
-    "eval", epilog=_examples("eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR")
-)(evaluate)
-app.command(epilog=_examples("explain DIR", "explain DIR --tokens 2048 --gpu H100"))(explain)
-app.command(epilog=_examples("compare before.json after.json"))(compare)
-app.command(epilog=_examples("plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128"))(plan)
-app.command(epilog=_examples("doctor", "doctor --json"))(doctor)
+_add(run, 'run DIR "Why is the sky blue?"', "run DIR -i")
+_add(bench, "bench DIR", "bench --config qwen3-30b --layers 4")
+_add(inspect, "inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems")
+_add(convert, "convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16")
+_add(
+    quantize,
+    "quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4",
+    "quantize DIR DIR-INT4 --to int4 --skip '*.layers.0.*'",
+)
+_add(evaluate, "eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR", name="eval")
+_add(explain, "explain DIR", "explain DIR --tokens 2048 --gpu H100")
+_add(compare, "compare before.json after.json")
+_add(plan, "plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128")
+_add(doctor, "doctor", "doctor --json")
 app.command(
     # all arguments are those of transformers' command, --help too
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},

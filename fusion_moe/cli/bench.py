@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..messages.units import amount, count, duration, ratio
 from ..nn.config import CONFIGS
 from .models import Device, a_model, device_of, quietly
-from .output import FINE, Json, finish, table
+from .output import Result, table
 from .quantize import To
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ _BAR = 30  # columns
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Result):
     """What was measured. of: which model; where: which machine; how: of decoding; layers: of the
     model that was measured, and of the whole; heads: the projection to the vocabulary, by batch;
     weights: bytes by contender, and what they would be of the whole.
     """
 
+    schema = "fusion_moe.bench/2"
     of: str
     where: str
     how: str
@@ -40,11 +41,6 @@ class Bench:
     rows: tuple[Row, ...]
     heads: dict[int, Times]
     weights: tuple[dict[str, int], dict[str, int]]
-    exit_code: int = FINE
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of the classes here; times in seconds."""
-        return {"schema": "fusion_moe.bench/1", **asdict(self)}
 
     def print(self, console: Console) -> None:
         """A head, a table, and sentences of what follows from it."""
@@ -98,7 +94,6 @@ class Bench:
 
 
 def bench(
-    context: typer.Context,
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A model, in floats or quantized.")
     ] = None,
@@ -108,7 +103,7 @@ def bench(
             help="In place of DIR, random weights: qwen3-30b, tiny, or a config.json to read."
         ),
     ] = "",
-    to: Annotated[To, typer.Option(help="The format of experts in floats.")] = To.NVFP4,
+    to: Annotated[To, typer.Option(help="The format of experts in floats.")] = "nvfp4",
     layers: Annotated[int, typer.Option(min=0, help="With --config; 0: all of them.")] = 0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences. [default: 1]")] = None,
     after: Annotated[int, typer.Option(min=1, help="Tokens before those decoded.")] = 512,
@@ -117,25 +112,18 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Runs, of which the median counts.")] = 7,
     device: Device = "",
-    json: Json = False,
-) -> None:
+) -> Bench:
     """Time decoding and prompts, and compare memory, with experts in few bits and in bf16.
 
     In turns. On a GPU all decode under CUDA graphs; on CPUs nothing is compiled.
     """
-
-    def find() -> Bench:
-        if (directory is None) == (not config):
-            found = "DIR and --config" if config else "neither DIR nor --config"
-            raise OptionError(found, expected="one of them", where="bench")
-        where = device_of(device, "bench")
-        tokens = prompt or (4096 if where == "cuda" else 512)
-        with quietly():
-            return measured(
-                directory, config, to.value, layers, batch or [1], after, tokens, repeats, where
-            )
-
-    finish(context, find, json)
+    if (directory is None) == (not config):
+        found = "DIR and --config" if config else "neither DIR nor --config"
+        raise OptionError(found, expected="one of them", where="bench")
+    where = device_of(device, "bench")
+    tokens = prompt or (4096 if where == "cuda" else 512)
+    with quietly():
+        return measured(directory, config, to, layers, batch or [1], after, tokens, repeats, where)
 
 
 def measured(

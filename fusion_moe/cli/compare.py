@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .output import FINE, Json, finish
+from .output import Result
 
 if TYPE_CHECKING:  # which imports Dynamo and Inductor
     from ..report import Comparison
@@ -19,11 +19,10 @@ _Run = Annotated[Path, typer.Argument(help="JSON that run.save or --record wrote
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Result):
     """A comparison as a result of a command."""
 
     comparison: Comparison
-    exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
         """Schema fusion_moe.compare."""
@@ -36,12 +35,8 @@ class Compared:
         console.print(self.comparison.text(fitting(console.width)), soft_wrap=True)
 
 
-def compare(context: typer.Context, before: _Run, after: _Run, json: Json = False) -> None:
+def compare(before: _Run, after: _Run) -> Compared:
     """What two recorded runs did differently: steps, experts, kernels, and what was compiled."""
+    from ..report import Run
 
-    def find() -> Compared:
-        from ..report import Run
-
-        return Compared(Run.load(before).compare(Run.load(after)))
-
-    finish(context, find, json)
+    return Compared(Run.load(before).compare(Run.load(after)))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -15,24 +14,6 @@ from ..checkpoints import Directory
 from ..checkpoints import convert as converted
 from ..errors import OptionError
 from .inspect import Inspection, inspection
-from .output import Json, finish
-
-
-class Format(str, Enum):
-    """What to write: ModelOpt's NVFP4, compressed-tensors' integers and MXFP4, or plain floats."""
-
-    MODELOPT = "modelopt"
-    COMPRESSED_TENSORS = "compressed-tensors"
-    DENSE = "dense"
-
-
-class Floats(str, Enum):
-    """Of dense weights."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
 
 Source = Annotated[
     Path,
@@ -51,35 +32,34 @@ DryRun = Annotated[
 
 
 def convert(
-    context: typer.Context,
     src: Source,
     dst: Destination,
     to: Annotated[
-        Format,
+        Literal["modelopt", "compressed-tensors", "dense"],
         typer.Option(
             help="ModelOpt's NVFP4, compressed-tensors' integers and MXFP4, or plain floats."
         ),
-    ] = Format.MODELOPT,
+    ] = "modelopt",
     dtype: Annotated[
-        Floats | None,
+        Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
             help="Of --to dense: float32, as without it, holds every number; others round."
         ),
     ] = None,
     dry_run: DryRun = False,
-    json: Json = False,
-) -> None:
+) -> Inspection:
     """Write SRC in another form, without loss, read it again and compare.
 
     Prints what `inspect DST` prints.
     """
-    finish(
-        context,
-        lambda: written(
-            src, partial(converted, src, dst, to.value, dtype=_dtype(to, dtype)), dry_run
-        ),
-        json,
-    )
+    if dtype is not None and to != "dense":
+        raise OptionError(
+            f"--dtype {dtype} with --to {to}",
+            expected="--to dense, which alone it applies to",
+            where="convert",
+        )
+    floats = getattr(torch, dtype or "float32")
+    return written(src, partial(converted, src, dst, to, dtype=floats), dry_run)
 
 
 def written(
@@ -93,14 +73,3 @@ def written(
     planned: list[Directory] = []
     dst = write(dry_run=planned.append)
     return inspection(dst, planned=planned[0], files=src if src.is_dir() else dst)
-
-
-def _dtype(to: Format, dtype: Floats | None) -> torch.dtype:
-    if dtype is not None and to is not Format.DENSE:
-        raise OptionError(
-            f"--dtype {dtype.value} with --to {to.value}",
-            expected="--to dense, which alone it applies to",
-            where="convert",
-        )
-    found: torch.dtype = getattr(torch, (dtype or Floats.FLOAT32).value)
-    return found

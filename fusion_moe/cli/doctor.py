@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import typer
 from rich.console import Console
 
 from ..env import Environment, environment
-from .output import FINE, PROBLEMS, Json, finish
+from .output import FINE, PROBLEMS, Result
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Result):
     """What `python -m fusion_moe.env` says, as the result of a command."""
 
     environment: Environment
@@ -34,8 +33,8 @@ class Diagnosis:
         console.print(str(self.environment), soft_wrap=True)
 
 
-def doctor(context: typer.Context, json: Json = False) -> None:
+def doctor() -> Diagnosis:
     """What this machine runs: CPU, GPU, compilers, nvFuser, thunder, versions; why not the rest,
     and what to do.
     """
-    finish(context, lambda: Diagnosis(environment()), json)
+    return Diagnosis(environment())

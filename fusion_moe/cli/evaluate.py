@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as of_json
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,27 +13,27 @@ from rich.console import Console
 
 from ..errors import OptionError
 from .models import device_of, quietly, tokenizer_of
-from .output import FINE, Json, finish, table
+from .output import Result, table
 
 if TYPE_CHECKING:  # imports transformers
     from ..transformers.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Result):
     """What was found of a directory, on a text; against: another one."""
 
+    schema = "fusion_moe.eval/1"
     directory: str
     text: str
     against: str | None
     found: Evaluation
-    exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
         """Sums over tokens, not each of them."""
         found = {key: value for key, value in asdict(self.found).items() if key != "losses"}
         named = {"directory": self.directory, "text": self.text, "against": self.against}
-        return {"schema": "fusion_moe.eval/1", **named, "tokens": self._tokens, **found}
+        return {"schema": self.schema, **named, "tokens": self._tokens, **found}
 
     @property
     def _tokens(self) -> int:
@@ -61,7 +61,6 @@ class Evaluated:
 
 
 def evaluate(
-    context: typer.Context,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A model's directory, with its tokenizer.")
     ],
@@ -75,30 +74,24 @@ def evaluate(
     window: Annotated[
         int, typer.Option(min=2, help="Tokens that the model reads at once, with half an overlap.")
     ] = 1024,
-    json: Json = False,
-) -> None:
+) -> Evaluated:
     """How well a model predicts a text: bits per byte and perplexity; against another model also
     the change, the KL divergence of its tokens, and whether routers choose the same experts.
 
     Runs in bfloat16, on a GPU if there is one.
     """
-    finish(context, lambda: evaluated(directory, text, against, window), json)
-
-
-def evaluated(path: Path, text: Path, against: Path | None = None, window: int = 1024) -> Evaluated:
-    """UnsupportedError without transformers; OptionError for a file that is no text."""
     device, texts = device_of("", "eval"), _texts(text)
     with quietly():
         from ..transformers import from_pretrained
         from ..transformers.evaluation import evaluate as evaluate_model
 
-        tokenizer = tokenizer_of(path)
+        tokenizer = tokenizer_of(directory)
         models = [
             None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
-            for each in (path, against)
+            for each in (directory, against)
         ]
         found = evaluate_model(models[0], tokenizer, texts, models[1], window)
-    return Evaluated(str(path), str(text), None if against is None else str(against), found)
+    return Evaluated(str(directory), str(text), None if against is None else str(against), found)
 
 
 def _texts(file: Path) -> list[str]:
@@ -109,7 +102,7 @@ def _texts(file: Path) -> list[str]:
         whole = file.read_text(encoding="utf-8")
         if file.suffix != ".jsonl":
             return [whole]
-        return [str(of_json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
+        return [str(json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             f"{type(error).__name__}: {error}",

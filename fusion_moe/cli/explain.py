@@ -20,7 +20,7 @@ from ..messages.extras import install
 from ..messages.units import count
 from ..nn.config import NVFP4Config
 from .models import a_model
-from .output import FINE, Json, finish
+from .output import Result
 
 # reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NEXT = (
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Result):
     """A report as a result of a command. of: what was explained; details: whether all of it is
     printed; saved: a file that has it.
     """
@@ -42,7 +42,6 @@ class Explanation:
     of: str
     details: bool = False
     saved: Path | None = None
-    exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
         """Schema fusion_moe.explain."""
@@ -64,7 +63,6 @@ class Explanation:
 
 
 def explain(
-    context: typer.Context,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
     ],
@@ -86,26 +84,21 @@ def explain(
     save: Annotated[
         Path | None, typer.Option(help="A file to write: .html, .json or .txt.")
     ] = None,
-    json: Json = False,
-) -> None:
+) -> Explanation:
     """What of a model is fused, what is not, and why: from its configuration and headers, on fake
     tensors. No weight is read.
     """
+    from ..report import explain as report_of
 
-    def find() -> Explanation:
-        from ..report import explain as report_of
-
-        model = model_of(directory)
-        to = target or (None if gpu else ("cuda" if has_cuda() else "cpu"))
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
-        with torch.no_grad():
-            report = report_of(model, input_ids=ids, use_cache=False, target=to, gpu=gpu or None)
-        if save:
-            report.save(save)
-        of = f"{count(batch, 'sequence')} of {count(tokens, 'token')}"
-        return Explanation(report, of, details, save)
-
-    finish(context, find, json)
+    model = model_of(directory)
+    to = target or (None if gpu else ("cuda" if has_cuda() else "cpu"))
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    with torch.no_grad():
+        report = report_of(model, input_ids=ids, use_cache=False, target=to, gpu=gpu or None)
+    if save:
+        report.save(save)
+    of = f"{count(batch, 'sequence')} of {count(tokens, 'token')}"
+    return Explanation(report, of, details, save)
 
 
 def model_of(path: Path) -> nn.Module:

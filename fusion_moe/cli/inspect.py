@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,7 @@ from ..errors import CheckpointError, UnsupportedError, printable
 from ..messages.units import amount, count
 from ..runtime import build, isa
 from .models import has_tokenizer
-from .output import FINE, PROBLEMS, Json, finish, table
+from .output import FINE, PROBLEMS, Result, table
 
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = re.compile(r"\bexperts\b")
@@ -60,13 +60,14 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Result):
     """What was found. method: `quant_method`, "" if nothing is quantized; algorithm: what the
     method calls the format; scales: the rule that chose those of blocks, if the directory says it;
     errors: of weights, against those of another directory; written: whether it is there; notes:
     what loads without it, but is missed later.
     """
 
+    schema = "fusion_moe.inspect/4"
     directory: str
     architectures: tuple[str, ...] = ()
     method: str = ""
@@ -85,10 +86,6 @@ class Inspection:
     def exit_code(self) -> int:
         """1 with problems."""
         return PROBLEMS if self.problems else FINE
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of the classes here."""
-        return {"schema": "fusion_moe.inspect/4", **asdict(self)}
 
     def print(self, console: Console) -> None:
         """A head, a table of formats, problems."""
@@ -124,7 +121,6 @@ class Inspection:
 
 
 def inspect(
-    context: typer.Context,
     directory: Annotated[
         Path,
         typer.Argument(
@@ -146,12 +142,11 @@ def inspect(
             "from it, relative to its norm. Reads all weights.",
         ),
     ] = None,
-    json: Json = False,
-) -> None:
+) -> Inspection:
     """What a directory holds: its weights by format, bytes, what multiplies by them here, problems.
     Reads headers alone.
     """
-    finish(context, lambda: inspection(directory, values, against), json)
+    return inspection(directory, values, against)
 
 
 def inspection(

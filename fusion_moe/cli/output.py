@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, NoReturn, Protocol
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from json import dumps
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -15,51 +18,67 @@ from ..errors import Error, OptionError, UnsupportedError
 
 FINE, PROBLEMS, USAGE, UNSUPPORTED = range(4)
 STOPPED = 130  # as shells have it for Ctrl-C
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _COLUMNS = 140  # of a file, or a pipe
+_json_of = partial(dumps, indent=2)
+_OPTIONS = (
+    Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+    Parameter(
+        "json",
+        Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option("--json", help="Print JSON.")],
+    ),
+)
 
 
-class Result(Protocol):
-    """What a command found. exit_code: FINE or PROBLEMS."""
+@dataclass(frozen=True)
+class Result:
+    """What a command found. schema: of its JSON."""
+
+    schema: ClassVar[str]
 
     @property
-    def exit_code(self) -> int: ...
+    def exit_code(self) -> int:
+        """FINE or PROBLEMS."""
+        return FINE
 
-    def to_json(self) -> dict[str, Any]: ...
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and those of the classes in them."""
+        return {"schema": self.schema, **asdict(self)}
 
-    def print(self, console: Console) -> None: ...
+    def print(self, console: Console) -> None:
+        """The result as text."""
+        raise NotImplementedError
 
 
-def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) -> NoReturn:
-    """Prints what `find` returns and exits with its code; an error of ours is a sentence, and one
-    with --json; so is Ctrl-C.
+def command(find: Callable[..., Result]) -> Callable[..., None]:
+    """A function as a command: prints what it returns, as JSON with the option --json, and exits
+    with that result's code. An error of ours is a sentence, or JSON too; Ctrl-C is a sentence.
     """
-    try:
-        result = find()
-    except Error as error:
-        if context.find_root().params.get("traceback"):
-            raise
-        _print_error(error, as_json)
-        raise typer.Exit(_code_of(error)) from None
-    except KeyboardInterrupt as stopped:  # what is written says what is left of it
-        typer.echo(f"fusion-moe: {str(stopped) or 'interrupted'}", err=True)
-        raise typer.Exit(STOPPED) from None
-    if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        to = console()
-        with to.capture() as shown:
-            result.print(to)
-        # tables pad their last column
-        typer.echo("\n".join(line.rstrip() for line in shown.get().splitlines()))
-    raise typer.Exit(result.exit_code)
+    taken = signature(find, eval_str=True).parameters
 
+    @wraps(find)
+    def run(context: typer.Context, json: bool, **given: Any) -> None:
+        if "json" in taken:  # it prints while it runs
+            given["json"] = json
+        try:
+            result = find(**given)
+        except Error as error:
+            if context.find_root().params.get("traceback"):
+                raise
+            _print_error(error, json)
+            raise typer.Exit(_code_of(error)) from None
+        except KeyboardInterrupt as stopped:  # what is written says what is left of it
+            typer.echo(f"fusion-moe: {str(stopped) or 'interrupted'}", err=True)
+            raise typer.Exit(STOPPED) from None
+        typer.echo(_json_of(result.to_json()) if json else _text_of(result))
+        raise typer.Exit(result.exit_code)
 
-def console() -> Console:
-    """Where text goes: as wide as the terminal."""
-    return Console(
-        width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, markup=False, emoji=False
-    )
+    # typer reads both
+    parameters = {**taken, **{option.name: option for option in _OPTIONS}}
+    run.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+    return run
 
 
 def table(
@@ -77,6 +96,16 @@ def table(
     return made
 
 
+def _text_of(result: Result) -> str:
+    """As wide as the terminal."""
+    width = None if sys.stdout.isatty() else _COLUMNS
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as shown:
+        result.print(console)
+    # tables pad their last column
+    return "\n".join(line.rstrip() for line in shown.get().splitlines())
+
+
 def _code_of(error: Error) -> int:
     if isinstance(error, UnsupportedError):
         return UNSUPPORTED
@@ -88,8 +117,5 @@ def _print_error(error: Error, as_json: bool) -> None:
         typer.echo(f"fusion-moe: {' '.join(str(error).split())}", err=True)
         return
     fields = {name: getattr(error, name) for name in ("found", "expected", "todo", "where")}
-    typer.echo(
-        json.dumps(
-            {"error": {"kind": type(error).__name__, "message": str(error), **fields}}, indent=2
-        )
-    )
+    said = {"kind": type(error).__name__, "message": str(error), **fields}
+    typer.echo(_json_of({"error": said}))

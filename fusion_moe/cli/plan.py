@@ -4,7 +4,7 @@ files.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,29 +18,28 @@ from ..messages.units import amount, ratio
 from ..offload import folder as folders
 from ..offload import machine as machines
 from ..offload import plan as plans
-from .output import FINE, Json, finish
+from .output import Result
 
 # bytes that the drivers of these GPUs show
 _MEMORY = {"H100": 81559 << 20, "H200": 143771 << 20}
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Result):
     """A plan for a directory, and the tokens per second that it would give one sequence. asked:
     whether the GPU was named.
     """
 
+    schema = "fusion_moe.plan/2"
     directory: str
     gpu: str
     plan: plans.Plan
     tokens_per_second: float
     asked: bool = True
-    exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the classes here."""
-        more = {"whole": self.plan.whole, "resident": self.plan.resident}
-        return {"schema": "fusion_moe.plan/1", **asdict(self), **more}
+        """The fields, and of the plan also what follows from them."""
+        return {**super().to_json(), "whole": self.plan.whole, "resident": self.plan.resident}
 
     def print(self, console: Console) -> None:
         """Where what is, and what to expect."""
@@ -56,7 +55,6 @@ class Planned:
 
 
 def plan(
-    context: typer.Context,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
     ],
@@ -73,25 +71,11 @@ def plan(
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
     ] = plans.KV_TOKENS,
-    json: Json = False,
-) -> None:
+) -> Planned:
     """What of a model fits on a GPU and what stays in memory, and how fast that would be.
 
     Reads headers only, and needs no GPU.
     """
-    finish(
-        context, lambda: _planned(directory, gpu, gpu_memory, ram, offload_folder, kv_tokens), json
-    )
-
-
-def _planned(
-    directory: Path,
-    gpu: str,
-    gpu_memory: str | None,
-    ram: str | None,
-    offload_folder: Path | None,
-    kv_tokens: int,
-) -> Planned:
     asked, known = bool(gpu), lookup(gpu or "H100")
     gpu = known.name if known else gpu
     if gpu not in _MEMORY:

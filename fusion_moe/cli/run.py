@@ -6,8 +6,9 @@ import contextlib
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from ..messages.units import amount, count
 from ..nn import Experts
 from .inspect import kernels_for
 from .models import Device, a_model, device_of, quietly, tokenizer_of
-from .output import FINE, Json, finish
+from .output import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _LEARN = 16  # tokens between two changes of which experts are on the GPU
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
     """What one prompt took, in seconds and tokens: of the prompt, and after the first token."""
 
@@ -49,24 +50,20 @@ class Answer:
         )
 
 
-@dataclass
-class Run:
+@dataclass(frozen=True)
+class Run(Result):
     """What was answered, and by what. experts: modules by encoding, with the kernels that read
-    them; weights, peak: bytes; recorded: the file that --record wrote.
+    them; weights, peak: bytes; recorded: the file that --record wrote, "" without it.
     """
 
+    schema = "fusion_moe.run/2"
     model: str
     steps: str
     experts: tuple[str, ...]
     weights: int
-    peak: int = 0
-    answers: list[Answer] = field(default_factory=list)
-    recorded: str = ""
-    exit_code: int = FINE
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of the classes here."""
-        return {"schema": "fusion_moe.run/1", **asdict(self)}
+    peak: int
+    answers: tuple[Answer, ...]
+    recorded: str
 
     def print(self, console: Console) -> None:
         """What it took; the text itself was printed while it was made."""
@@ -84,7 +81,6 @@ class Run:
 
 
 def run(
-    context: typer.Context,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A model and its tokenizer, local.")
     ],
@@ -116,36 +112,32 @@ def run(
         Path | None,
         typer.Option(help="A file for what the run did: .html, .json, .trace.json or .txt."),
     ] = None,
-    json: Json = False,
-) -> None:
+    json: bool = False,
+) -> Run:
     """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
     they are read.
 
     Says how many tokens a second, in how much memory, by which kernels. On a GPU the first step
     takes a while: it is compiled, and replayed as a CUDA graph from then on.
     """
-
-    def find() -> Run:
-        if bool(prompt) == interactive:
-            found = "a prompt and -i" if prompt else "no prompt"
-            raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
-        where = device_of(device, "run")
-        recording = _recording(record)
-        torch.manual_seed(seed)
-        with quietly():
-            how: dict[str, Any] = {}
-            if gpu_memory is not None:
-                how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
-                how["offload_folder"] = offload_folder
-            talk = Talk.open(directory, where, how, temperature, out=not json)
-            with recording(talk):
-                if not interactive:
-                    talk.answer(prompt, tokens, None)
-                while interactive and (line := _line()):
-                    print(talk.answer(line, tokens, length), file=sys.stderr)
-        return talk.run
-
-    finish(context, find, json)
+    if bool(prompt) == interactive:
+        found = "a prompt and -i" if prompt else "no prompt"
+        raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
+    where = device_of(device, "run")
+    recording = _recording(record)
+    torch.manual_seed(seed)
+    with quietly():
+        how: dict[str, Any] = {}
+        if gpu_memory is not None:
+            how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
+            how["offload_folder"] = offload_folder
+        talk = Talk.open(directory, where, how, temperature, out=not json)
+        with recording(talk):
+            if not interactive:
+                talk.answer(prompt, tokens, None)
+            while interactive and (line := _line()):
+                print(talk.answer(line, tokens, length), file=sys.stderr)
+    return talk.ended(str(record or ""))
 
 
 class Talk:
@@ -160,9 +152,8 @@ class Talk:
         self.said: list[dict[str, str]] = []
         self.decoder: Decoder | None = None
         self.step: Callable[[], None] = lambda: None  # called where one begins
-        self.run = Run(
-            type(model).__name__, "", _experts_of(model), sum(t.nbytes for t in _tensors(model))
-        )
+        self.steps, self.answers, self.peak = "", list[Answer](), 0
+        self.weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
     @classmethod
     def open(
@@ -231,9 +222,21 @@ class Talk:
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         self.said.append({"role": "assistant", "content": text})
         found = Answer(text, ids.shape[1], first - start, len(written), end - first)
-        self.run.answers.append(found)
-        self.run.peak = _peak(self.model.device)
+        self.answers.append(found)
+        self.peak = _peak(self.model.device)
         return found
+
+    def ended(self, recorded: str) -> Run:
+        """What all of it was. recorded: as of a Run."""
+        return Run(
+            type(self.model).__name__,
+            self.steps,
+            _experts_of(self.model),
+            self.weights,
+            self.peak,
+            tuple(self.answers),
+            recorded,
+        )
 
     def _ids(self, prompt: str) -> torch.Tensor:
         """i64[1, P]: the conversation by the tokenizer's template, or the prompt alone."""
@@ -252,7 +255,7 @@ class Talk:
             prepare_(self.model, tokens=(1, prompt))
             self.decoder = Decoder(self.model, length, choose=self.choose)
             why = self.decoder.why_plain
-            self.run.steps = f"call by call: {why}" if why else "a replayed CUDA graph"
+            self.steps = f"call by call: {why}" if why else "a replayed CUDA graph"
         return self.decoder
 
     def _ends(self) -> list[int]:
@@ -281,7 +284,6 @@ def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContext
             talk.step = run.step
             yield
         run.save(path)
-        talk.run.recorded = str(path)
 
     return recording
 
@@ -293,16 +295,9 @@ def _line() -> str:
         return ""
 
 
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 def _experts_of(model: torch.nn.Module) -> tuple[str, ...]:
     """Modules of each encoding, and what multiplies by it."""
-    found: dict[Any, int] = {}
-    for module in model.modules():
-        if isinstance(module, Experts):
-            found[module.encoding] = found.get(module.encoding, 0) + 1
+    found = Counter(module.encoding for module in model.modules() if isinstance(module, Experts))
     return tuple(
         f"{count(n, 'layer')} in {encoding.name}, {kernels_for(encoding)}"
         for encoding, n in found.items()
