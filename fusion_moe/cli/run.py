@@ -268,15 +268,13 @@ class Talk:
 
 
 def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContextManager[None]]:
-    """What records a talk into a file. OptionError for a suffix that says nothing."""
+    """What records a talk into a file. OptionError for one that cannot be written."""
     if path is None:
         return lambda talk: contextlib.nullcontext()
+    from ..report import Run as Recorded
     from ..report import record
-    from ..report.report import need_folder
-    from ..report.running import form_of
 
-    form_of(path)
-    need_folder(path)
+    Recorded.form_of(path)
 
     @contextlib.contextmanager
     def recording(talk: Talk) -> Iterator[None]:

@@ -1,10 +1,16 @@
-"""Output of text: the width of the terminal, and colours for rich."""
+"""Output of text: the width of the terminal, colours for rich; and files, which appear whole."""
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import OptionError
+from ..runtime import store
 
 
 def fitting(width: int) -> int:
@@ -37,3 +43,45 @@ class Shown:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield coloured(self.text(fitting(options.max_width)))
+
+
+class Document(Shown):
+    """An object that is also saved, and shown in notebooks. kind: what errors call it; forms: what
+    files have of it, by the ends of their names.
+    """
+
+    kind: ClassVar[str]
+    forms: ClassVar[Mapping[str, Callable[[Any], str]]]
+
+    @classmethod
+    def form_of(cls, path: str | Path) -> Callable[[Any], str]:
+        """The form that a file has by its name. OptionError for another name, and where no file
+        can be made.
+        """
+        path = Path(path)
+        form = next((form for end, form in cls.forms.items() if path.name.endswith(end)), None)
+        if form is None:
+            found = f"{cls.kind} as {path.name}"
+            raise OptionError(found, expected=", ".join(cls.forms), where=str(path))
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise OptionError(
+                f"no folder {path.parent} to write to",
+                expected="one that is there",
+                todo="make it, or name another",
+                where=str(path),
+            )
+        return form
+
+    def _save(self, path: str | Path) -> None:
+        text = self.form_of(path)(self)
+        # in a shared folder too, nobody else can put a link into the place of this file
+        with store.whole(Path(path)) as made:
+            made.write_text(text, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """The page inside of a notebook, isolated from the rest of it."""
+        style = "width: 100%; height: 42rem; border: 1px solid #8888"
+        return (
+            f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" '
+            f'srcdoc="{escape(self.forms[".html"](self))}"></iframe>'
+        )

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import ClassVar
 
-from ..errors import OptionError
 from .data import ReportData
 from .details import details
-from .html import frame, page
-from .output import Shown
+from .html import page
+from .output import Document
 from .repro import script
 from .summary import summary, what
 
 
 @dataclass(frozen=True, repr=False)
-class Report(ReportData, Shown):
+class Report(ReportData, Document):
     """The result of `explain`: text in a terminal, a page in a notebook; its data are those of
     `ReportData`.
     """
+
+    kind = "a report"
+    forms: ClassVar = {
+        ".html": page,
+        ".json": ReportData.to_json,
+        ".txt": lambda report: f"{report.details()}\n",
+    }
 
     def details(self) -> str:
         """The whole report as text, 120 columns wide."""
@@ -38,16 +43,7 @@ class Report(ReportData, Shown):
 
         OptionError for any other suffix.
         """
-        path = Path(path)
-        texts = {
-            ".html": lambda: page(self),
-            ".json": self.to_json,
-            ".txt": lambda: f"{self.details()}\n",
-        }
-        if path.suffix not in texts:
-            found = f"a report as {path.suffix or 'a file without a suffix'}"
-            raise OptionError(found, expected=".html, .json or .txt", where=str(path))
-        write(path, texts[path.suffix]())
+        self._save(path)
 
     def __repr__(self) -> str:
         return f"<Report of fusion_moe.explain: {what(self)}, {self.flops} of flops fused>"
@@ -55,27 +51,3 @@ class Report(ReportData, Shown):
     def text(self, width: int) -> str:
         """The report on one screen, in at most `width` columns, 70 or more."""
         return summary(self, width)
-
-    def _repr_html_(self) -> str:
-        return frame(page(self))
-
-
-def need_folder(path: Path) -> None:
-    """OptionError if no file can be made there."""
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise OptionError(
-            f"no folder {path.parent} to write to",
-            expected="one that is there",
-            todo="make it, or name another",
-            where=str(path),
-        )
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file, which appears whole or not at all. OptionError where there can be none."""
-    need_folder(path)
-    # in a shared folder too, nobody else can put a link into this one
-    with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
-        part = Path(scratch, path.name)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)

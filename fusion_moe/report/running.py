@@ -8,13 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from ..errors import OptionError, UnsupportedError, need
 from ..messages.units import count, duration, ratio
-from .html import frame
 from .html.run import page
-from .output import Shown
-from .report import write
+from .output import Document, Shown
 from .run import KernelRun, RunData, merged, of_json
 from .run_summary import summary
 from .trace_events import trace_events
@@ -23,12 +22,19 @@ _NUMBERS = 46  # columns of a comparison beside names
 _SAME = 0.01  # rows of a step that differ by less are the same work
 
 
-class Run(Shown):
+class Run(Document):
     """A run that `fusion_moe.record` records. Inside of the block `step()` says where steps begin;
     after it, `data` has what was noted. name: the file that it was loaded from, else "".
     """
 
     name = ""
+    kind = "a run"
+    forms: ClassVar = {
+        ".trace.json": lambda run: json.dumps(trace_events(run.data)),
+        ".json": lambda run: run.data.to_json(),
+        ".html": lambda run: page(run.data),
+        ".txt": lambda run: f"{run.text(120)}\n",
+    }
 
     def __init__(self, step: Callable[[], None] | None = None, data: RunData | None = None):
         self._step, self._data = step, data
@@ -88,7 +94,7 @@ class Run(Shown):
 
         OptionError for any other suffix.
         """
-        write(Path(path), form_of(path)(self))
+        self._save(path)
 
     def __repr__(self) -> str:
         done = f"{count(self.data.stepped, 'step')}" if self._data else "goes on"
@@ -97,26 +103,6 @@ class Run(Shown):
     def text(self, width: int) -> str:
         """The run on one screen, in at most `width` columns, 70 or more."""
         return summary(self.data, width)
-
-    def _repr_html_(self) -> str:
-        return frame(page(self.data))
-
-
-_FORMS: dict[str, Callable[[Run], str]] = {
-    ".trace.json": lambda run: json.dumps(trace_events(run.data)),
-    ".json": lambda run: run.data.to_json(),
-    ".html": lambda run: page(run.data),
-    ".txt": lambda run: f"{run.text(120)}\n",
-}
-
-
-def form_of(path: str | Path) -> Callable[[Run], str]:
-    """What a file has of a run, by its suffix. OptionError for one that says nothing."""
-    name = Path(path).name
-    found = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
-    if found is None:
-        raise OptionError(f"a run as {name}", expected=", ".join(_FORMS), where="record")
-    return found
 
 
 @dataclass(frozen=True)

@@ -169,12 +169,8 @@ def ship(source: LibrarySource, having: Collection[str]) -> Path:
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=source.name)
     path.parent.mkdir(exist_ok=True)
-    with (
-        store.as_build_error(source.name),
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
-    ):
-        _compile(source.command(compiler, having), source, Path(scratch) / path.name)
-        (Path(scratch) / path.name).replace(path)
+    with store.as_build_error(source.name), store.whole(path) as made:
+        _compile(source.command(compiler, having), source, made)
     return path
 
 

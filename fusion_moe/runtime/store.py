@@ -58,7 +58,12 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
         if not _is_safe(path):
             for left in path.parent.glob(f"{key}-*.tmp") if held else ():  # of a killed process
                 shutil.rmtree(left, ignore_errors=True)
-            _make(path, make)
+            with whole(path) as made:
+                make(made)
+                with contextlib.suppress(PermissionError):  # a file system without modes
+                    made.chmod(0o600)
+                with made.open("rb") as file:
+                    os.fsync(file.fileno())
     return path
 
 
@@ -105,16 +110,16 @@ def as_build_error(where: str) -> Iterator[None]:
         ) from e
 
 
-def _make(path: Path, make: Callable[[Path], object]) -> None:
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a path to write a file to, which takes its place at `path` after the block: whole, or
+    not at all after an error. What was written beside it is removed.
+    """
     with tempfile.TemporaryDirectory(
         prefix=f"{path.name}-", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
     ) as scratch:
         made = Path(scratch, path.name)
-        make(made)
-        with contextlib.suppress(PermissionError):  # a file system without modes
-            made.chmod(0o600)
-        with made.open("rb") as file:
-            os.fsync(file.fileno())
+        yield made
         made.replace(path)
 
 

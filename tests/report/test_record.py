@@ -421,9 +421,7 @@ def events(run: Run) -> list[dict]:
 
 
 def _saved(run: Run, suffix: str) -> str:
-    from fusion_moe.report.running import form_of
-
-    return form_of(f"run{suffix}")(run)
+    return Run.form_of(f"run{suffix}")(run)
 
 
 def test_trace_events_are_as_their_format_says(run):

@@ -218,7 +218,7 @@ def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
     report.save(tmp_path / "r.txt")
     report.save(tmp_path / "r.html")
-    with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.html, \.json or \.txt"):
+    with pytest.raises(OptionError, match=r"a report as r\.pdf; expected \.html, \.json, \.txt"):
         report.save(tmp_path / "r.pdf")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report.details()}\n"

@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
-from html import escape
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -58,15 +57,6 @@ def rendered(name: str, title: str, **shown: Any) -> str:
         )
     )
     return text
-
-
-def frame(text: str) -> str:
-    """A page inside a notebook, isolated from the rest of it."""
-    style = "width: 100%; height: 42rem; border: 1px solid #8888"
-    return (
-        f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" '
-        f'srcdoc="{escape(text)}"></iframe>'
-    )
 
 
 def _part(name: str) -> str:
