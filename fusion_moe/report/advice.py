@@ -9,8 +9,8 @@ import torch
 
 from .. import plugins
 from ..frontends.float_experts import experts_outside
-from ..ir.types import DTYPES, dtype_name
 from ..nn.conversion.converters import converter_of, why_refused
+from .backward import type_of
 from .build import Seen
 
 
@@ -21,14 +21,8 @@ def called(
     named = owner if isinstance(owner, torch.nn.Module) else function
     name = type(named).__name__ if named is owner else getattr(named, "__name__", str(named))
     tensors = [("", t) for t in args] + [(f"{name}=", t) for name, t in kwargs.items()]
-    given = (f"{name}{_type(t)}" for name, t in tensors if isinstance(t, torch.Tensor))
+    given = (f"{name}{type_of(t)}" for name, t in tensors if isinstance(t, torch.Tensor))
     return f"{name.strip('<>')}({', '.join(given)})"
-
-
-def _type(t: torch.Tensor) -> str:
-    known = t.dtype in DTYPES.values()
-    dtype = dtype_name(t.dtype) if known else str(t.dtype).removeprefix("torch.")
-    return f"{dtype}{list(t.shape)}"
 
 
 def advice_on(owner: Any, seen: Seen) -> Iterator[str]:

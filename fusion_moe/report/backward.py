@@ -18,8 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..bodies.autograd import derivative_of
 from ..definitions.nodes import call_of, called_op, is_view, users_name
+from ..definitions.traced import hint
 from ..frontends.regions import Region
-from ..ir.core import Fusion, Value
+from ..ir.core import Fusion
+from ..ir.flow import dependent
 from ..ir.types import DTYPES
 from .data import TensorReport
 
@@ -43,14 +45,14 @@ class Step:
         for n in _placeholders(self.backward):
             if n.name in there and isinstance(n.meta["val"], torch.Tensor):
                 made_by, operation = _origin(there[n.name], origins)
-                yield TensorReport(inputs.get(there[n.name], operation), *_type(n), made_by)
+                yield _tensor(inputs.get(there[n.name], operation), n, made_by)
 
     def gradients(self, origins: Origins) -> Iterator[TensorReport]:
         """The gradients that the backward returns."""
         results = next(n for n in self.backward.nodes if n.op == "output").args[0]
         for name, n in zip(self.names, results, strict=False):
             if isinstance(n, Node):
-                yield TensorReport(name, *_type(n), _origin(n, origins)[0])
+                yield _tensor(name, n, _origin(n, origins)[0])
 
 
 def input_names(model: GraphModule) -> list[str]:
@@ -71,19 +73,17 @@ def _placeholders(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-def _type(n: Node) -> tuple[str, int | None]:
-    """ "bf16[12, 48]" and its size in bytes; None if only the device knows the size."""
-    val = n.meta["val"]
-    sizes = [
-        s if isinstance(s, int) else s.node.hint if s.node.has_hint() else None for s in val.shape
-    ]
-    known = [s for s in sizes if s is not None]
-    bytes_ = prod(known) * val.element_size() if len(known) == len(sizes) else None
-    shown = ", ".join("?" if s is None else str(s) for s in sizes)
-    return (
-        f"{_NAMES.get(val.dtype, val.dtype)}[{shown}]",
-        bytes_,
-    )
+def type_of(t: torch.Tensor) -> str:
+    """ "bf16[12, 48]", with ? for sizes that only the device knows."""
+    sizes = ("?" if (size := hint(s)) is None else str(size) for s in t.shape)
+    dtype = _NAMES.get(t.dtype, str(t.dtype).removeprefix("torch."))
+    return f"{dtype}[{', '.join(sizes)}]"
+
+
+def _tensor(name: str, n: Node, made_by: str) -> TensorReport:
+    t, sizes = n.meta["val"], [hint(s) for s in n.meta["val"].shape]
+    size = None if None in sizes else prod(sizes) * t.element_size()
+    return TensorReport(name, type_of(t), size, made_by)
 
 
 def _origin(n: Node, origins: Origins) -> tuple[str, str]:
@@ -114,16 +114,10 @@ def made_again(region: Region) -> tuple[str, ...]:
     for n in region.nodes[0].graph.nodes:
         if _is_tangent(n) or not reading.isdisjoint(n.all_input_nodes):
             reading.add(n)
-    values: set[Value] = {
-        v for v, n in zip(region.fusion.inputs, region.inputs, strict=True) if n in reading
-    }
-    again = []
-    for op in region.fusion.ops:
-        if not values.isdisjoint(op.values):
-            values.update(op.outputs)
-        elif not op.kind.view and op.values:
-            again.append(op.kind.name)
-    return tuple(again)
+    ops, inputs = region.fusion.ops, zip(region.fusion.inputs, region.inputs, strict=True)
+    values = dependent(ops, [v for v, n in inputs if n in reading])
+    again = (op for op in ops if op.values and not op.kind.view and values.isdisjoint(op.values))
+    return tuple(op.kind.name for op in again)
 
 
 def rewritten(region: Region) -> tuple[str, ...]:

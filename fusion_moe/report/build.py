@@ -5,19 +5,22 @@ cost of its segments.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from .. import __version__, backends, options
 from .. import target as targets
 from ..arch import AUTO, Arch, is_capability, shown, with_article
 from ..backends import cuda
 from ..compile import Lowered, lower
-from ..frontends.regions import Found, NotFused, Region
+from ..definitions import translate
+from ..definitions.nodes import called_op
+from ..frontends.regions import Found, NotFused, Region, find_regions
 from ..ir.sizes import value
 from ..ir.text import text
 from ..ir.types import Dim, Groups, Rows, TensorType
@@ -57,6 +60,25 @@ class Seen:
     of: str = ""
     advice: tuple[str, ...] = ()
 
+    def add(self, graph: Graph, switches: Options) -> Found:
+        """Adds a graph: what is found in it, and its operations that neither belong to torch nor
+        have a translator.
+        """
+        found = find_regions(graph, switches)
+        self.graphs.append(found)
+        ops = [op for n in graph.nodes if (op := called_op(n))]
+        self.custom_ops.update(
+            (op.name(), None)
+            for op in ops
+            if op.namespace not in ("aten", "prims", "prim", "inductor")
+            and not translate.find(op.name())
+        )
+        return found
+
+    def add_float_experts(self, names: Iterable[str]) -> None:
+        """Adds names of expert weights in floating point."""
+        self.float_experts.update(dict.fromkeys(names))
+
 
 @dataclass(frozen=True)
 class _Wanted:
@@ -80,7 +102,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     graphs = seen.graphs
     regions = [region for graph in graphs for region in graph.regions]
     calls = (*seen.breaks, *(x for graph in graphs for x in graph.not_fused))
-    not_fused = Counter((x.op, x.source, x.why, x.broken) for x in calls)
+    not_fused = Counter(calls)
     wanted = _wanted(regions, switches)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
@@ -99,7 +121,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     }
     calls_outside = [n for graph in graphs for n in graph.outside]
     sources = {source for f in fusions for s in f.segments for source in s.sources}
-    sources |= {source for _, source, *_ in not_fused}
+    sources |= {x.source for x in not_fused}
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
@@ -107,10 +129,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         calls=sum(graph.calls for graph in graphs),
         fused_calls=sum(region.calls for region in regions),
         fusions=fusions,
-        not_fused=tuple(
-            NotFusedReport(op, source, why, times, broken)
-            for (op, source, why, broken), times in not_fused.items()
-        ),
+        not_fused=tuple(NotFusedReport(**vars(x), times=n) for x, n in not_fused.items()),
         custom_ops=tuple(seen.custom_ops),
         machine=seen.watch.machine() if seen.watch else None,
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),

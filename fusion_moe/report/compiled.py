@@ -9,10 +9,8 @@ from ..errors import UnsupportedError
 from ..frontends.compiled import kept
 from ..frontends.float_experts import float_experts
 from ..frontends.inductor.compile_graph import compile_calls
-from ..frontends.regions import find_regions
 from .build import Seen, report_of
 from .report import Report
-from .trace import custom_ops
 
 
 def last_compiled() -> Report:
@@ -34,12 +32,11 @@ def last_compiled() -> Report:
     seen, switches = Seen(), graphs[-1].options
 
     def look(graph: Graph, is_inference: bool = False) -> None:
-        seen.graphs.append(find_regions(graph, switches))
-        seen.custom_ops.update(custom_ops(graph))
+        seen.add(graph, switches)
 
     with options.using(switches):
         for compiled in graphs:
             if compiled.options == switches:
-                seen.float_experts.update(dict.fromkeys(float_experts(compiled.model)))
+                seen.add_float_experts(float_experts(compiled.model))
                 compiled.again(compile_calls, look)
     return report_of(seen, switches)

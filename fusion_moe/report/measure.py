@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.fx import Graph
 
 from .. import backends, options
-from ..backends import cpu
+from ..backends.cpu import NAME as CPU
 from ..compile import compile_fusion
 from ..definitions.operations import fp4_as_bytes
+from ..definitions.traced import hint
 from ..encodings import Quantized, dequantize
 from ..errors import Error
 from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Op, Value
-from ..ir.flow import needed
+from ..ir.flow import made_again
 from ..ir.kinds.quantized import linear
 from ..ir.text import text
 from ..ir.types import DTYPES
@@ -65,14 +66,9 @@ class Watch:
             call.target = self.watched[-1].run
 
     @cached_property
-    def memory(self) -> bandwidth.Bandwidth:
-        """The speed at which this machine reads memory with as many threads as kernels use."""
-        return bandwidth.of(torch.get_num_threads())
-
-    @cached_property
-    def now(self) -> float:
-        """Bytes per second that the machine reads while this report is made."""
-        return self.memory.now(bandwidth.pool())
+    def cpu(self) -> Machine:
+        """The CPU, as it reads memory while this report is made."""
+        return this_cpu(REPEATS)
 
     def bytes_per_second(self, device: torch.device) -> float:
         """The bandwidth that floors assume for a device: measured for the CPU, as specified for a
@@ -80,37 +76,51 @@ class Watch:
         """
         if device.type == "cuda":
             return cuda.device_facts(cuda.index_of(device)).memory_bandwidth
-        return max(self.memory.bytes_per_second, self.now)
+        return max(self.cpu.bytes_per_second, self.cpu.now)
 
     def machine(self) -> Machine | None:
         """The machine on which times were measured, if they were."""
         device = next((w.region.device for w in self.watched if w.whole), None)
         if device is None:
             return None
-        common: dict[str, Any] = {
-            "cpu": bandwidth.cpu(),
-            "cpus": bandwidth.cpus(),
-            "threads": torch.get_num_threads(),
-            "repeats": REPEATS,
-            "preemptions": self.preemptions,
-        }
         if device.type == "cuda":
-            speed, gpu = self.bytes_per_second(device), torch.cuda.get_device_name(device)
             return Machine(
-                bytes_per_second=speed, now=speed, read_by="as specified", gpu=gpu, **common
+                cpu=bandwidth.cpu(),
+                cpus=bandwidth.cpus(),
+                threads=torch.get_num_threads(),
+                repeats=REPEATS,
+                preemptions=self.preemptions,
+                bytes_per_second=self.bytes_per_second(device),
+                now=self.bytes_per_second(device),
+                read_by="as specified",
+                gpu=torch.cuda.get_device_name(device),
             )
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         with options.using(self.switches):
             tier = isa.selected() if any(w.in_cpp for w in self.watched) else ""
-        return Machine(
+        return replace(
+            self.cpu,
+            preemptions=self.preemptions,
             tier=tier,
-            bytes_per_second=self.memory.bytes_per_second,
-            now=self.now,
-            read_by=self.memory.by,
             weight_bytes=sum(t.nbytes for t in weights),
             weight_bytes_on_large_pages=pages.obtained(*weights),
-            **common,
         )
+
+
+def this_cpu(repeats: int, preemptions: int = 0) -> Machine:
+    """The CPU with as many threads as kernels use, and how fast it reads memory now."""
+    threads = torch.get_num_threads()
+    memory = bandwidth.of(threads)
+    return Machine(
+        cpu=bandwidth.cpu(),
+        cpus=bandwidth.cpus(),
+        threads=threads,
+        repeats=repeats,
+        preemptions=preemptions,
+        bytes_per_second=memory.bytes_per_second,
+        now=memory.now(bandwidth.pool()),
+        read_by=memory.by,
+    )
 
 
 class Watched:
@@ -143,7 +153,7 @@ class Watched:
     @property
     def in_cpp(self) -> bool:
         """Whether some of its kernels are in C++."""
-        return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
+        return any(kernel.backend == CPU for kernel in self.program.kernels)
 
     def run(
         self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str
@@ -312,9 +322,9 @@ def numbers(region: Region) -> dict[str, int]:
     sizes = {}
     for name, source in region.sizes.items():
         val = source.node.meta["val"]
-        size = val if source.dim is None else val.shape[source.dim]
-        if size.node.has_hint():
-            sizes[name] = int(size.node.hint)
+        size = hint(val if source.dim is None else val.shape[source.dim])
+        if size is not None:
+            sizes[name] = int(size)
     return sizes
 
 
@@ -324,10 +334,6 @@ def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -
     """
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
-    values_needed = needed(fusion.ops, ends.values())
-    part = replace(
-        fusion,
-        ops=tuple(op for op in fusion.ops if values_needed & set(op.outputs)),
-        outputs=tuple(ends.values()),
-    )
+    ops = made_again(fusion.ops, ends.values())
+    part = replace(fusion, ops=ops, outputs=tuple(ends.values()))
     return dict(zip(ends, part.evaluate(*tensors, sizes=env), strict=True))

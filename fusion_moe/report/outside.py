@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..definitions.nodes import is_call, is_view, tensors
+from ..definitions.traced import hint
 
 _GATHERS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
 
@@ -43,29 +44,28 @@ def _flops(n: Node) -> int:
     formula = flop_registry.get(getattr(n.target, "overloadpacket", n.target))
     if formula is not None:
         args, kwargs = tree_map(_example, (n.args, n.kwargs))
-        return _number(formula(*args, **kwargs, out_val=n.meta["val"]))
+        return int(hint(formula(*args, **kwargs, out_val=n.meta["val"])))
     tags = getattr(n.target, "tags", ())
     if torch.Tag.pointwise in tags:
-        return sum(_number(t.numel()) for t in tensors(n.meta["val"]))
+        return _elements(n)
     return sum(map(_elements, n.all_input_nodes)) if torch.Tag.reduction in tags else 0
 
 
 def _bytes(n: Node) -> int:
     if is_call(n) and is_view(n):
         return 0
-    written = sum(map(_size, tensors(n.meta["val"])))
-    read = n.all_input_nodes
+    written, read = _size(n), n.all_input_nodes
     if is_call(n) and n.target.name().partition(".")[0] in _GATHERS:  # type: ignore[union-attr]
-        return 2 * written + sum(_size(t) for m in read[1:] for t in tensors(m.meta.get("val")))
-    return written + sum(_size(t) for m in read for t in tensors(m.meta.get("val")))
+        return 2 * written + sum(map(_size, read[1:]))
+    return written + sum(map(_size, read))
 
 
 def _elements(n: Node) -> int:
-    return sum(_number(t.numel()) for t in tensors(n.meta.get("val")))
+    return sum(hint(t.numel()) for t in tensors(_example(n)))
 
 
-def _size(t: torch.Tensor) -> int:
-    return _number(t.numel()) * t.element_size()
+def _size(n: Node) -> int:
+    return sum(hint(t.numel()) * t.element_size() for t in tensors(_example(n)))
 
 
 def _example(x: Any) -> Any:
@@ -73,10 +73,4 @@ def _example(x: Any) -> Any:
 
 
 def _is_known(n: Node) -> bool:
-    sizes = [s for t in tensors(n.meta.get("val")) for s in t.shape]
-    return all(isinstance(s, int) or s.node.has_hint() for s in sizes)
-
-
-def _number(n: Any) -> int:
-    """A number, or the hint of a symbolic number."""
-    return int(n if isinstance(n, int) else n.node.hint)
+    return None not in [hint(size) for t in tensors(_example(n)) for size in t.shape]

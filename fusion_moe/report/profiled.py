@@ -30,7 +30,6 @@ from ..runtime.program import Program
 from ..runtime.timeline import Tile
 from . import cost
 from .compiled import last_compiled
-from .data import Machine
 from .run import KernelRun, Span
 
 LAUNCH = 5e-6  # seconds: what a kernel takes that computes nothing
@@ -238,24 +237,6 @@ def _speeds(device: torch.device) -> tuple[float, float]:
         return arch.memory_bandwidth, arch.tensor_rate
     threads = torch.get_num_threads()
     return bandwidth.of(threads).bytes_per_second, _multiplying(threads)
-
-
-def machine(kernels: Sequence[KernelRun], preemptions: int) -> Machine | None:
-    """The CPU that ran them, preempted so often meanwhile; None without a kernel."""
-    if not kernels:
-        return None
-    threads, repeats = torch.get_num_threads(), max(k.calls for k in kernels)
-    memory = bandwidth.of(threads)
-    return Machine(
-        cpu=bandwidth.cpu(),
-        cpus=bandwidth.cpus(),
-        threads=threads,
-        repeats=repeats,
-        preemptions=preemptions,
-        bytes_per_second=memory.bytes_per_second,
-        now=memory.now(bandwidth.pool()),
-        read_by=memory.by,
-    )
 
 
 @cache

@@ -26,8 +26,8 @@ from ..runtime import counts, cuda, native, recording, timeline
 from ..runtime.counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
-from .measure import ends_of, preemptions
-from .profiled import NOTHING, Launched, Profile, machine
+from .measure import ends_of, preemptions, this_cpu
+from .profiled import NOTHING, Launched, Profile
 from .run import LayerRun, RunData, Span
 from .running import Run
 
@@ -285,7 +285,11 @@ class _Recorder:
             target=device.type,
             version=__version__,
             of=type(getattr(self.model, "_orig_mod", self.model)).__name__,
-            machine=machine(kernels, self.preempted) if device.type == "cpu" else None,
+            machine=(
+                this_cpu(max(k.calls for k in kernels), self.preempted)
+                if kernels and device.type == "cpu"
+                else None
+            ),
         )
 
     def _begun(self, counted: Iterable[Counted]) -> list[float]:

@@ -45,8 +45,14 @@ class LayerRun:
     @property
     def hit_rate(self) -> float | None:
         """The share of slots whose expert was on the device, of an offloaded layer."""
-        hits, misses = (self.offloaded.get(name, 0) for name in ("hits", "misses"))
-        return hits / (hits + misses) if hits + misses else None
+        return _hit_rate([self])
+
+
+def _hit_rate(layers: Sequence[LayerRun]) -> float | None:
+    hits, misses = (
+        sum(layer.offloaded.get(name, 0) for layer in layers) for name in ("hits", "misses")
+    )
+    return hits / (hits + misses) if hits + misses else None
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,7 @@ class RunData:
     @property
     def hit_rate(self) -> float | None:
         """Of all offloaded layers; None without one."""
-        hits, misses = (
-            sum(layer.offloaded.get(name, 0) for layer in self.layers)
-            for name in ("hits", "misses")
-        )
-        return hits / (hits + misses) if hits + misses else None
+        return _hit_rate(self.layers)
 
     def to_json(self) -> str:
         """The head of this file describes the schema."""

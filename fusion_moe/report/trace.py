@@ -19,13 +19,11 @@ from .. import backends, options, plugins
 from .. import target as targets
 from ..arch import named, shown
 from ..backends import cuda
-from ..definitions import translate
-from ..definitions.nodes import called_op
 from ..errors import Error, OptionError, UnsupportedError
 from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
-from ..frontends.regions import NotFused, find_regions
+from ..frontends.regions import NotFused
 from ..nn.frozen.folded import folding
 from ..nn.frozen.packed import PackedModule
 from ..options import Options
@@ -228,7 +226,7 @@ def _in_dynamo(
     """What is found when torch.compile traces a call. watch: if given, programs run compiled for
     the target, not on the reference.
     """
-    seen = Seen(watch=watch)
+    seen, owner = Seen(watch=watch), getattr(function, "__self__", function)
 
     def look(
         model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False
@@ -239,13 +237,12 @@ def _in_dynamo(
             seen.steps.append(Step(input_names(model), forward[-1], graph))
         else:
             return
-        seen.graphs.append(find_regions(graph, switches))
-        seen.custom_ops.update(custom_ops(graph))
+        found = seen.add(graph, switches)
         if watch is not None:
-            watch.take_over(graph, seen.graphs[-1].regions)
+            watch.take_over(graph, found.regions)
 
     def backend(model: GraphModule, inputs: Sequence[Any]) -> Any:
-        seen.float_experts.update(dict.fromkeys(float_experts(model)))
+        seen.add_float_experts(float_experts(model))
         return compile_calls(partial(look, model, []), model, _own(model, inputs))
 
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
@@ -257,26 +254,18 @@ def _in_dynamo(
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=backward)
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
-        broken = not seen.graphs or (watch is None and _several(seen))
+        forwards = len(seen.graphs) - len(seen.steps)
+        broken = not seen.graphs or (watch is None and forwards > 1)
         if broken and (found := first_break(function, args, kwargs)):
             if not seen.graphs:
-                owner = getattr(function, "__self__", function)
-                seen.float_experts.update(dict.fromkeys(experts_outside(owner)))
-            seen.breaks.append(
-                NotFused(
-                    "graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"
-                )
-            )
-    owner = getattr(function, "__self__", function)
+                seen.add_float_experts(experts_outside(owner))
+            why, line = found
+            why += _LOOP if seen.float_experts else ""
+            seen.breaks.append(NotFused("graph break", line, why))
     if isinstance(owner, torch.nn.Module):
         said = folding(owner.modules()), *(note(owner) for note in plugins.noted)
         seen.folded = "; ".join(filter(None, said))
     return seen
-
-
-def _several(seen: Seen) -> bool:
-    """Whether the forward is more than one graph."""
-    return len(seen.graphs) - len(seen.steps) > 1
 
 
 def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -302,14 +291,3 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function
-
-
-def custom_ops(graph: Graph) -> dict[str, None]:
-    """The operations of a graph that neither belong to torch nor have a translator."""
-    ops = [op for n in graph.nodes if (op := called_op(n))]
-    return {
-        op.name(): None
-        for op in ops
-        if op.namespace not in ("aten", "prims", "prim", "inductor")
-        and not translate.find(op.name())
-    }
