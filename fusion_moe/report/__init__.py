@@ -2,13 +2,12 @@
 differ; and of `fusion_moe.record`: what a run did.
 """
 
-from .compiled import last_compiled
 from .data import FusionReport, Load, Machine, Measured, NotFusedReport, SegmentReport
 from .difference import Difference, diff
 from .recorder import record
 from .report import Report
 from .running import Comparison, Run
-from .trace import explain
+from .trace import explain, last_compiled
 
 __all__ = [
     "Comparison",

@@ -29,8 +29,8 @@ from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
 from ..runtime.timeline import Tile
 from . import cost
-from .compiled import last_compiled
 from .run import KernelRun, Span
+from .trace import last_compiled
 
 LAUNCH = 5e-6  # seconds: what a kernel takes that computes nothing
 _OURS = re.compile(r"fusion_moe::\d+\[")  # runtime/program.py

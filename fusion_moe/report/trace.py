@@ -1,4 +1,6 @@
-"""explain: traces a call as torch.compile would, and looks at each of its graphs."""
+"""explain: traces a call as torch.compile would, and looks at each of its graphs; last_compiled:
+looks at those that torch.compile has compiled.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from .. import target as targets
 from ..arch import named, shown
 from ..backends import cuda
 from ..errors import Error, OptionError, UnsupportedError
+from ..frontends.compiled import kept
 from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
@@ -291,3 +294,32 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function
+
+
+def last_compiled() -> Report:
+    """What torch.compile(..., backend="fusion_moe") has fused so far in this process, whether it
+    compiled code or found it in a cache.
+
+    Covers the forward passes of those of the last 256 graphs that were compiled under the options
+    of the latest one. They are traced again, on fake tensors, so nothing is computed.
+    UnsupportedError if there is none.
+    """
+    graphs = kept()
+    if not graphs:
+        raise UnsupportedError(
+            "no graph was compiled in this process",
+            expected='a call of torch.compile(model, backend="fusion_moe")',
+            todo="fusion_moe.explain(model, ...) needs none",
+            where="last_compiled",
+        )
+    seen, switches = Seen(), graphs[-1].options
+
+    def look(graph: Graph, is_inference: bool = False) -> None:
+        seen.add(graph, switches)
+
+    with options.using(switches):
+        for compiled in graphs:
+            if compiled.options == switches:
+                seen.add_float_experts(float_experts(compiled.model))
+                compiled.again(compile_calls, look)
+    return report_of(seen, switches)

@@ -295,17 +295,23 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
             return
         found = (
             f"{source.name} does not compile (exit status "
-            f"{done.returncode})\n{_first_errors(done.stdout)}"
+            f"{done.returncode})\n{first_errors(done.stdout)}"
         )
         todo = "to see it all"
-    kept = store.get_or_make(
-        f"{path.stem}.failed.cpp", lambda kept: kept.write_text(source.text, encoding="utf-8")
-    )
+    kept = keep_failed(path, source.text, ".cpp")
     again = shlex.join([*command, str(kept), "-o", os.devnull])
     raise BuildError(found, todo=f"{todo}:\n  {again}", where=str(kept))
 
 
-def _first_errors(said: str) -> str:
+def keep_failed(path: Path, text: str, suffix: str) -> Path:
+    """Keeps the source of a file of the store that could not be made of it."""
+    return store.get_or_make(
+        f"{path.stem}.failed{suffix}", lambda kept: kept.write_text(text, encoding="utf-8")
+    )
+
+
+def first_errors(said: str) -> str:
+    """Lines of what a compiler said, indented: the first errors; without any, the first lines."""
     lines = said.splitlines()
     errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)] or lines
     return "\n".join(f"  {line}" for line in errors[:_SHOWN_ERRORS])

@@ -64,8 +64,7 @@ class Counts:
             layer = (ctypes.c_longlong * 8)(0, COUNTED, *self.numbers)
             first = ctypes.c_void_p(ends.data_ptr())
             given = (ctypes.c_void_p * 2)(ctypes.addressof(first), ctypes.addressof(layer))
-            stream = torch._C._cuda_getCurrentRawStream(ends.device.index)
-            kernel()[1](stream, ctypes.addressof(given))
+            kernel()[1](cuda.stream(ends.device), ctypes.addressof(given))
             return
         n = int(self.calls) % self.capacity
         rows = ends.diff(prepend=ends.new_zeros(1))

@@ -22,7 +22,9 @@ def driver() -> Any:
 
 
 def checked(result: tuple[Any, ...], where: str) -> Any:
-    """What a call returned; BuildError with the driver's word for what went wrong."""
+    """What a call returned: nothing, a value, or several; BuildError with the driver's word for
+    what went wrong.
+    """
     status, *values = result
     if int(status):
         text = driver().cuGetErrorString(status)[1].decode()
@@ -31,7 +33,7 @@ def checked(result: tuple[Any, ...], where: str) -> Any:
             todo="install a driver at least as new as NVRTC",
             where=where,
         )
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def make_current(index: int) -> None:
@@ -65,16 +67,8 @@ def link(ptx: bytes, where: str) -> bytes:
     d = driver()
     state = checked(d.cuLinkCreate(0, [], []), where)
     try:
-        (status, *_) = d.cuLinkAddData(
-            state,
-            d.CUjitInputType.CU_JIT_INPUT_PTX,
-            ptx,
-            len(ptx),
-            where.encode(),
-            0,
-            [],
-            [],
-        )
+        kind = d.CUjitInputType.CU_JIT_INPUT_PTX
+        (status,) = d.cuLinkAddData(state, kind, ptx, len(ptx), where.encode(), 0, [], [])
         if int(status) == _OLDER_THAN_PTX:
             found = ptx.partition(b".version ")[2].split(maxsplit=1)[0].decode()
             raise BuildError(
@@ -84,13 +78,7 @@ def link(ptx: bytes, where: str) -> bytes:
                 where=where,
             )
         checked((status,), where)
-        address, size = _two(d.cuLinkComplete(state), where)
+        address, size = checked(d.cuLinkComplete(state), where)
         return ctypes.string_at(int(address), int(size))
     finally:
         d.cuLinkDestroy(state)
-
-
-def _two(result: tuple[Any, ...], where: str) -> tuple[Any, Any]:
-    """What a call returned: two values."""
-    checked(result[:1], where)
-    return result[1], result[2]

@@ -27,6 +27,7 @@ from .. import options
 from ..errors import BuildError
 from ..messages.extras import install
 from . import driver, dump, recording, store
+from .build import first_errors, keep_failed
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
 # by operation.
@@ -37,7 +38,6 @@ _DEBUG = {  # cuda_debug's
     "ptxas": "--ptxas-options=--verbose",
     "timeline": f"--define-macro=TIMELINE={MARKS}",
 }
-_SHOWN_ERRORS = 5
 _INSTALL = install("cuda")
 
 
@@ -169,12 +169,18 @@ def _compile(
         status, *_ = nvrtc.nvrtcCompileProgram(
             program, len(flags), [flag.encode() for flag in flags]
         )
-        said = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        said = log.decode().strip("\0\n ")
         if int(status):
-            raise _refused(text, name, flags, said, path)
+            how = f"NVRTC {version()} {' '.join(flags)}"
+            raise BuildError(
+                f"{name} does not compile with {how}\n{first_errors(said)}",
+                todo="the source is kept at that path",
+                where=str(keep_failed(path, text, ".cu")),
+            )
         recording.compiled(name, flags[0], time.monotonic() - start)
         if "ptxas" in options.words("cuda_debug"):
-            print(said.strip(), file=sys.stderr)
+            print(said, file=sys.stderr)
         if flags[0].partition("=")[2].startswith("compute_"):
             ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
             path.write_bytes(driver.link(ptx, name))
@@ -191,17 +197,4 @@ def _read(size: Any, get: Any, program: Any) -> bytes:
     count = _checked(size(program))
     memory = bytes(count + 1)
     _checked(get(program, memory))
-    held = memory[:count]
-    return held.rstrip(b"\0") if size.__name__ == "nvrtcGetProgramLogSize" else held
-
-
-def _refused(text: str, name: str, flags: Sequence[str], log: str, path: Path) -> BuildError:
-    kept = store.get_or_make(
-        f"{path.stem}.failed.cu", lambda kept: kept.write_text(text, encoding="utf-8")
-    )
-    lines = log.strip().splitlines()
-    errors = [line for line in lines if "error" in line] or lines
-    found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(
-        f"  {e}" for e in errors[:_SHOWN_ERRORS]
-    )
-    return BuildError(found, todo="the source is kept at that path", where=str(kept))
+    return memory[:count]

@@ -13,12 +13,11 @@ import torch
 from torch.autograd import profiler
 
 from .. import options
+from ..definitions.run import empty_outputs
 from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
-from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Op, Value
 from ..ir.flow import needed
-from ..ir.types import DTYPES
 from ..schedule.segment import Segment
 from ..target import Target
 from . import check, dump, native, recording
@@ -101,7 +100,7 @@ class Program:
         need_memory(tensors)
         if note(self._compiled, _device_of(tensors), env):
             native.use()
-            return self._zeros(tensors, env)
+            return [t.zero_() for t in empty_outputs(self.fusion, env, _device_of(tensors))]
         if self.checked:
             check.refuse_capture(_device_of(tensors))
             check.check_stages(self.stages, self.segments, tensors, env)
@@ -140,14 +139,6 @@ class Program:
             [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
         )
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
-
-    def _zeros(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
-        """Outputs of the right types, filled with zeros."""
-        device = _device_of(tensors)
-        return [
-            torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device)
-            for v in self.fusion.outputs
-        ]
 
     def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs
