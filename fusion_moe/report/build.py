@@ -122,6 +122,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     calls_outside = [n for graph in graphs for n in graph.outside]
     sources = {source for f in fusions for s in f.segments for source in s.sources}
     sources |= {x.source for x in not_fused}
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
@@ -147,13 +148,8 @@ def report_of(seen: Seen, switches: Options) -> Report:
         of=seen.of,
         advice=seen.advice,
         made=f"{datetime.now():%Y-%m-%d %H:%M}",
-        where=bandwidth.cpu() if wanted.target.device != "cuda" else _gpu_here(wanted),
+        where=bandwidth.cpu() if wanted.target.device != "cuda" else here or wanted.gpu.name,
     )
-
-
-def _gpu_here(wanted: _Wanted) -> str:
-    """The GPU that is here; else the one that kernels are shown for."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else wanted.gpu.name
 
 
 def _wanted(regions: list[Region], switches: Options) -> _Wanted:
@@ -199,6 +195,7 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     if is_backward(region.nodes[0].graph):
         more.update(backward=True, made_again=made_again(region), rewritten=rewritten(region))
     times = ran.kernels if ran and ran.kernels else [None] * len(made)
+    ways = ran.ways if ran else {}
     segments = tuple(
         replace(_segment(id, i, lowered, m, env, wanted), measured=measured)
         for i, (m, measured) in enumerate(zip(made, times, strict=True))
@@ -210,9 +207,9 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         env,
         segments,
         {name: text(stage) for name, stage in lowered.stages},
-        ran.whole if ran else None,
-        unfused=ran.unfused if ran else None,
-        bf16=ran.bf16 if ran else None,
+        ways.get("here"),
+        unfused=ways.get("unfused"),
+        bf16=ways.get("bf16"),
         loads=tuple(load for _, one in places if one for load in one.loads),
         made_by=tuple(makers_.get(v, "") for v in fusion.outputs),
         **more,

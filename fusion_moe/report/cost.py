@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-import torch
-
 from ..encodings import Part
 from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Op, Value
@@ -62,11 +60,8 @@ def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
     size = type_bytes(v.type, env)
     if not v.type.quantized:
         # packs have parts
-        size = (
-            size
-            // _itemsize(v.type)
-            * min(_itemsize(form.type) for form in forms if not form.type.quantized)
-        )
+        plain_forms = (form.type for form in forms if not form.type.quantized)
+        size = size // _itemsize(v.type) * min(map(_itemsize, plain_forms))
     return size * (read + (read and not any(form in fusion.outputs for form in forms)))
 
 
@@ -81,10 +76,9 @@ def _rides(op: Op) -> bool:
 
 def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
     """Bytes of a value of this type."""
-    shape = storage_shape(type, env)
     if type.quantized:
         return sum(_part_bytes(part, type, env) for part in type.encoding.parts)
-    return prod(shape) * _itemsize(type)
+    return prod(storage_shape(type, env)) * _itemsize(type)
 
 
 def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
@@ -103,7 +97,7 @@ def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
 
 
 def _itemsize(type: TensorType) -> int:
-    return torch.empty(0, dtype=DTYPES[type.dtype]).element_size()
+    return DTYPES[type.dtype].itemsize
 
 
 def _touched(v: Value, fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int]) -> int:

@@ -80,7 +80,7 @@ class Watch:
 
     def machine(self) -> Machine | None:
         """The machine on which times were measured, if they were."""
-        device = next((w.region.device for w in self.watched if w.whole), None)
+        device = next((w.region.device for w in self.watched if w.ways), None)
         if device is None:
             return None
         if device.type == "cuda":
@@ -127,16 +127,14 @@ class Watched:
     """One region. equal: the first region with the same program, if it is not this one: then only
     that one is measured.
 
-    kernels, whole: the times of the kernels and of the whole program; unfused, bf16: as of a
-    FusionReport; loads: of each run; weights: what it reads of them.
+    kernels, ways: the times of the kernels, and of the ways to compute the whole program ("here",
+    "unfused", "bf16": data.py); loads: of each run; weights: what it reads of them.
     """
 
     def __init__(self, region: Region, watch: Watch, equal: Watched | None):
         self.region, self.watch, self.equal = region, watch, equal
         self.kernels: list[Measured] = []
-        self.whole: Measured | None = None
-        self.unfused: Measured | None = None
-        self.bf16: Measured | None = None
+        self.ways: dict[str, Measured] = {}
         self.loads: list[Load] = []
         self.weights: list[Tensor] = []
 
@@ -167,7 +165,7 @@ class Watched:
         ]
         if self.watch.load:
             self.loads += [Load(name, tuple(n.tolist())) for name, n in rows.items()]
-        if self.watch.measure and self.equal is None and self.whole is None:
+        if self.watch.measure and self.equal is None and not self.ways:
             self._measure(tensors, env, {name: int(n.count_nonzero()) for name, n in rows.items()})
         return self.program(tensors, env)
 
@@ -192,11 +190,8 @@ class Watched:
             self.watch.bytes_per_second(self.region.device),
         )
         self.watch.preemptions += preemptions() - before
-        self.kernels, wholes = (
-            found[: len(calls)],
-            dict(zip(ways, found[len(calls) :], strict=True)),
-        )
-        self.whole, self.unfused, self.bf16 = map(wholes.get, ("here", "unfused", "bf16"))
+        self.kernels = found[: len(calls)]
+        self.ways = dict(zip(ways, found[len(calls) :], strict=True))
 
     def _ways(
         self, tensors: Sequence[Tensor], env: Mapping[str, int], read: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from operator import index
@@ -104,13 +104,11 @@ class _Recorder:
         self.profile, self.preempted, self.why_none = NOTHING, 0, ""
         self._lock = threading.RLock()
         self.before = self._counted_elsewhere()
+        self._find_layers()
         why = _why_not(model)
-        if not why:
-            self._find_layers()
-            why = "" if any(self.layers.values()) else "no weights of experts"
-        if why:
+        if why or not any(self.layers.values()):
             raise UnsupportedError(
-                f"a {type(model).__name__} with {why}",
+                f"a {type(model).__name__} with {why or 'no weights of experts'}",
                 expected="experts as parameters or buffers [experts, ...] that stay where they are",
                 where="record",
             )
@@ -265,12 +263,13 @@ class _Recorder:
         device = next((c.device for c in self.counts.values()), torch.device("cpu"))
         window, gaps = self.profile.window(device)
         kernels = self.profile.kernels(device, self.noted, self.captured, counted)
-        stepped = self._stepped(counted.values())
+        first = next(iter(counted.values()), None)
+        stepped = len(self.marks) if self.marked or first is None else first.calls
         return RunData(
             layers=layers,
             kernels=kernels,
             stalls=self.stalls,
-            begun=self._begun(counted.values()),
+            begun=self._begun(first),
             stepped=stepped,
             seconds=self.seconds,
             profiled=self._profiled(stepped),
@@ -292,19 +291,14 @@ class _Recorder:
             ),
         )
 
-    def _begun(self, counted: Iterable[Counted]) -> list[float]:
+    def _begun(self, first: Counted | None) -> list[float]:
         """When steps began: where it was said, else by the last calls of the first layer. A GPU's
         clock is another one: the first of them begins with the run.
         """
-        first = next(iter(counted), None)
         if self.marked or first is None or not first.calls:
             return [mark - self.start for mark in self.marks]
         zero = int(first.times[0]) if first.of_gpu else round(self.start * 1e9)
         return ((first.times - zero).double() / 1e9).tolist()
-
-    def _stepped(self, counted: Iterable[Counted]) -> int:
-        first = next(iter(counted), None)
-        return len(self.marks) if self.marked or first is None else first.calls
 
     def _profiled(self, stepped: int) -> str:
         if not self.steps:

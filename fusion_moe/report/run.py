@@ -182,8 +182,11 @@ class RunData:
         return json.dumps({"schema": SCHEMA, **asdict(self)})
 
 
-_PARTS: Mapping[str, Any] = {"layers": LayerRun, "kernels": KernelRun}
-_PARTS = {**_PARTS, **dict.fromkeys(("stalls", "gaps", "spans", "tiles"), Span)}
+_PARTS: Mapping[str, Any] = {
+    "layers": LayerRun,
+    "kernels": KernelRun,
+    **dict.fromkeys(("stalls", "gaps", "spans", "tiles"), Span),
+}
 
 
 def of_json(text: str | bytes, where: str) -> RunData:

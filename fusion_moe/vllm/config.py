@@ -7,6 +7,7 @@ Registering imports little of vLLM: its quantization modules are imported once o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import vllm
@@ -17,7 +18,18 @@ from ..errors import UnsupportedError
 from ..serving import NAME, Chooser
 from .log import logger
 
-_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
+# by quant_method, and by quant_algo in that of ModelOpt
+_READERS: dict[tuple[str | None, str], str] = {
+    ("compressed-tensors", ""): "compressed_tensors:FusionMoeCompressedTensorsConfig",
+    ("modelopt", "NVFP4"): "modelopt:FusionMoeModelOptConfig",
+    ("modelopt", "W4A16_NVFP4"): "modelopt:FusionMoeModelOptConfig",
+    ("modelopt", "MIXED_PRECISION"): "modelopt:FusionMoeMixedConfig",
+    ("modelopt", "FP8"): "modelopt:FusionMoeModelOptFp8Config",
+    ("fp8", ""): "fp8:FusionMoeFp8Config",
+    ("mxfp4", ""): "mxfp4:FusionMoeMxfp4Config",
+    ("gpt_oss_mxfp4", ""): "mxfp4:FusionMoeGptOssConfig",  # vLLM renames gpt-oss's "mxfp4"
+    ("deepseek_v4_fp8", ""): "deepseek_v4:FusionMoeDeepseekV4Config",  # and DeepSeek-V4's "fp8"
+}
 _TESTED = ("0.32", "0.33")
 _READ = (
     "ModelOpt's NVFP4, W4A16_NVFP4, FP8 and MIXED_PRECISION, compressed-tensors, MXFP4, FP8, or "
@@ -65,40 +77,10 @@ class FusionMoeConfig(Chooser, QuantizationConfig):
             )
         # hf_quant_config.json has none
         method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)
-        if method == "compressed-tensors":
-            from .compressed_tensors import FusionMoeCompressedTensorsConfig
-
-            return FusionMoeCompressedTensorsConfig.from_config(dict(config))
-        if method == "modelopt":
-            from .modelopt import (
-                ALGORITHMS,
-                FusionMoeMixedConfig,
-                FusionMoeModelOptConfig,
-                FusionMoeModelOptFp8Config,
-            )
-
-            if _algorithm(config) in ALGORITHMS:
-                return FusionMoeModelOptConfig.from_config(dict(config))
-            if _algorithm(config) == "MIXED_PRECISION":
-                return FusionMoeMixedConfig.from_config(dict(config))
-            if _algorithm(config) == "FP8":
-                return FusionMoeModelOptFp8Config.from_config(dict(config))
-        if method == "fp8":
-            from .fp8 import FusionMoeFp8Config
-
-            return FusionMoeFp8Config.from_config(dict(config))
-        if method in _MXFP4:
-            from .mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config
-
-            made = FusionMoeMxfp4Config if method == "mxfp4" else FusionMoeGptOssConfig
-            return made.from_config(config)
-        if method == "deepseek_v4_fp8":  # vLLM renames DeepSeek-V4's "fp8"
-            from .deepseek_v4 import FusionMoeDeepseekV4Config
-
-            return FusionMoeDeepseekV4Config.from_config(dict(config))
-        found = f"quant_method {method!r}" + (
-            f", quant_algo {_algorithm(config)}" if method == "modelopt" else ""
-        )
+        algorithm = _algorithm(config) if method == "modelopt" else ""
+        if reader := _READERS.get((method, algorithm)):
+            return resolve_name(f"{__package__}.{reader}").from_config(dict(config))
+        found = f"quant_method {method!r}" + (f", quant_algo {algorithm}" if algorithm else "")
         raise UnsupportedError(
             found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM"
         )
