@@ -250,14 +250,14 @@ def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float
     for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
         for (call, inputs, _), seconds in zip(calls, times, strict=True):
             on_gpu = device.type == "cuda"
-            seconds.append(_gpu_seconds(call, device) if on_gpu else _seconds(call, inputs))
+            seconds.append(_gpu_seconds(call, device) if on_gpu else cpu_seconds(call, inputs))
     return [
         Measured(median(s), min(s), max(s), read, read / bytes_per_second)
         for s, (_, _, read) in zip(times, calls, strict=True)
     ]
 
 
-def _seconds(call: Callable[[], object], inputs: Sequence[Tensor]) -> float:
+def cpu_seconds(call: Callable[[], object], inputs: Sequence[Tensor] = ()) -> float:
     """The time of one call on the CPU, with its inputs not in the caches."""
     bandwidth.evict(*inputs)
     start = time.perf_counter()

@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count, cycle
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
 from ..runtime.timeline import Tile
 from . import cost
+from .measure import cpu_seconds
 from .run import KernelRun, Span
 from .trace import last_compiled
 
@@ -243,9 +243,4 @@ def _speeds(device: torch.device) -> tuple[float, float]:
 def _multiplying(threads: int) -> float:
     """FLOP a second of torch's product of matrices in bf16, on so many threads."""
     a = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
-    seconds = list[float]()
-    for _ in range(3):
-        start = perf_counter()
-        torch.mm(a, a)
-        seconds.append(perf_counter() - start)
-    return 2 * _SIDE**3 / min(seconds)
+    return 2 * _SIDE**3 / min(cpu_seconds(partial(torch.mm, a, a)) for _ in range(3))

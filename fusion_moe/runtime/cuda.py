@@ -144,7 +144,7 @@ def pin(address: int, nbytes: int) -> int:
     """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
     address that kernels read it at. BuildError if the driver refuses.
     """
-    make_current(torch.cuda.current_device())
+    make_current()
     d = driver()
     flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
     checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
@@ -153,7 +153,7 @@ def pin(address: int, nbytes: int) -> int:
 
 def unpin(address: int) -> None:
     """Undoes `pin`."""
-    make_current(torch.cuda.current_device())
+    make_current()
     checked(driver().cuMemHostUnregister(address), "cuMemHostUnregister")
 
 
@@ -234,7 +234,7 @@ class Launch:
         launch, how = driver().cuLaunchKernelEx, (self._config(stream), self._function, params, 0)
         (status,) = launch(*how)
         if int(status) == _NO_CONTEXT:
-            make_current(torch.cuda.current_device())
+            make_current()
             (status,) = launch(*how)
         if status:
             checked((status,), "launch")

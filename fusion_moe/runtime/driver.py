@@ -36,13 +36,13 @@ def checked(result: tuple[Any, ...], where: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def make_current(index: int) -> None:
-    """Makes torch's context of a device that of this thread, if the thread has none: torch does so
-    only in calls that need one.
+def make_current() -> None:
+    """Makes torch's context of the current device that of this thread, if the thread has none:
+    torch does so only in calls that need one.
     """
     d = driver()
     if not int(checked(d.cuCtxGetCurrent(), "context")):
-        checked(d.cuCtxSetCurrent(_context(index)), "context")
+        checked(d.cuCtxSetCurrent(_context(torch.cuda.current_device())), "context")
 
 
 @cache
@@ -63,7 +63,7 @@ def link(ptx: bytes, where: str) -> bytes:
     """The machine code that the driver makes of PTX for the current device. BuildError if the PTX
     is newer than the driver.
     """
-    make_current(torch.cuda.current_device())
+    make_current()
     d = driver()
     state = checked(d.cuLinkCreate(0, [], []), where)
     try:

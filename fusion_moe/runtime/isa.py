@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -94,12 +95,18 @@ def features() -> frozenset[str]:
     """The instruction sets that the operating system lets programs use, as /proc/cpuinfo names
     them; none on other systems.
     """
+    facts = cpuinfo()
+    return frozenset(facts.get("flags", facts.get("Features", "")).split())
+
+
+@cache
+def cpuinfo() -> dict[str, str]:
+    """What Linux says in /proc/cpuinfo of the first CPU; nothing on other systems."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        for line in lines:  # only the first CPU's: reading hundreds of them takes a while
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
+        # reading hundreds of CPUs takes a while
+        facts = (line.partition(":") for line in itertools.takewhile(str.strip, lines))
+        return {name.strip(): value.strip() for name, _, value in facts}
+    return {}
 
 
 def compiler_flags(tier: str, having: Collection[str] | None = None) -> tuple[str, ...]:

@@ -27,12 +27,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .. import options
-from ..errors import OptionError
+from ..errors import need_one_of
 from ..messages.progress import progress
 from .host_memory.bandwidth import cpus
 
 Sizes = Mapping[str, int]
-_CALLED, _ALL = "called", "all"
 # up to the first, all counts are tried; the second is the highest one
 _EACH, _MOST_UNITS = 64, 2**17
 _Sizes = tuple[tuple[str, int], ...]  # sizes in a comparable form
@@ -84,17 +83,14 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
         OptionError: for any other value of `sizes`.
         BuildError: for a kernel that does not compile.
     """
-    if sizes not in (_CALLED, _ALL):
-        raise OptionError(
-            f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing"
-        )
+    need_one_of("sizes", sizes, ("called", "all"), where="preparing")
     noted: dict[Noted, None] = {}
     token = NOTED.set(noted)
     try:
         yield noted
     finally:
         NOTED.reset(token)
-    compile_all(_of_all_sizes(noted) if sizes == _ALL else noted)
+    compile_all(_of_all_sizes(noted) if sizes == "all" else noted)
 
 
 def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> bool:

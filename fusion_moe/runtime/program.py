@@ -164,14 +164,11 @@ class Program:
         if (recorder := recording.active) is None:
             return self._outputs(tensors, env)
         made = self._outputs(tensors, env, self._inner_ends)
-        count, ends = len(self.fusion.outputs), self.ends
-        if ends in self.fusion.inputs:
-            recorder.launched(self, tensors, env, tensors[self.fusion.inputs.index(ends)])
-        elif ends in self.fusion.outputs:
-            recorder.launched(self, tensors, env, made[self.fusion.outputs.index(ends)])
-        else:
-            recorder.launched(self, tensors, env, made[count] if len(made) > count else None)
-        return made[:count]
+        arrays: dict[Value | None, torch.Tensor] = dict(
+            zip(self._arrays, (*tensors, *made), strict=True)
+        )
+        recorder.launched(self, tensors, env, arrays.get(self.ends))
+        return made[: len(self.fusion.outputs)]
 
     @cached_property
     def ends(self) -> Value | None:
@@ -196,8 +193,14 @@ class Program:
     def _counted(self) -> tuple[int, int]:
         """What C++ reads to count rows: which input is the weight, which array the ends."""
         assert self.joined is not None
-        known = (*self.fusion.inputs, *self.fusion.outputs, *self._inner_ends)
-        return self.weight, self.joined.number(self.ends) if self.ends in known else -1
+        return self.weight, self.joined.number(self.ends) if self.ends in self._arrays else -1
+
+    @cached_property
+    def _arrays(self) -> tuple[Value, ...]:
+        """What lies in memory after a call, of which the ends may be: inputs, outputs, and what
+        `_inner_ends` adds to these.
+        """
+        return (*self.fusion.inputs, *self.fusion.outputs, *self._inner_ends)
 
     @cached_property
     def _inner_ends(self) -> tuple[Value, ...]:
@@ -257,13 +260,11 @@ class Program:
         options.log("launch", "segment %d [%s, %s]", i, kernel.segment.kind, kernel.backend)
         if self.checked:
             outputs = check.checked(i, kernel, inputs, env, self.dumped)
-        elif profiler._is_profiler_enabled:
-            with profiler.record_function(
-                f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"
-            ):
-                outputs = kernel(inputs, env)
         else:
-            outputs = kernel(inputs, env)
+            name = f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"
+            profiled = profiler._is_profiler_enabled
+            with profiler.record_function(name) if profiled else nullcontext():
+                outputs = kernel(inputs, env)
         made.update(zip(kernel.segment.outputs, outputs, strict=True))
         for v in kernel.segment.inputs:
             if self._last_reader[v] == i and v not in (*self.fusion.outputs, *kept):

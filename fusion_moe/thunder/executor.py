@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,11 +172,11 @@ class FusionMoe(FusionExecutor):
         return bound
 
 
+@dataclass(frozen=True)
 class _Run:
     """A program in the form in which thunder calls it."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    program: Program
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return self.program([fp4_as_bytes(t) for t in tensors])

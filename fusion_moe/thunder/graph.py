@@ -321,22 +321,16 @@ def callable_of(bsym: BoundSymbol) -> Any:
 
 
 def _read(values: dict[str, Any], arguments: Any) -> Any:
-    """Arguments as torch takes them: fake tensors for proxies, and torch's dtypes and devices for
-    thunder's.
-    """
-
-    def one(a: Any) -> Any:
-        if isinstance(a, NumberProxy):
-            return a.value
-        if isinstance(a, TensorProxy):
-            return values[a.name]
-        return as_torch(a)
-
-    return tree_map(one, arguments)
+    """Arguments as torch takes them, with fake tensors for proxies."""
+    return tree_map(
+        lambda a: values[a.name] if isinstance(a, TensorProxy) else as_torch(a), arguments
+    )
 
 
 def as_torch(a: Any) -> Any:
-    """thunder's dtypes and devices as torch's; any other value unchanged."""
+    """thunder's numbers, dtypes and devices as torch's; any other value unchanged."""
+    if isinstance(a, NumberProxy):
+        return a.value
     if isinstance(a, dtypes.dtype):
         return dtypes.to_torch_dtype(a)
     return devices.to_torch_device(a) if isinstance(a, devices.Device) else a

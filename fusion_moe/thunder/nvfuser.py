@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace, from_trace, tracectx
 from thunder.extend import FusionExecutor
@@ -317,7 +317,7 @@ def _inner_body(op: OpOverload) -> Callable[..., Any]:
     """Runs in place of a fusion that thunder began but did not finish, as when its fuel ran out."""
 
     def body(*args: Any, forms: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs), torch.Tensor)
         for i, form, transposed in forms:
             tensors[i] = codes_of(tensors[i], form, transposed)
         args, kwargs = _with_tensors((args, kwargs), tensors, torch.Tensor)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
@@ -147,7 +147,7 @@ def recorded(
         recorder.give(node, t)
     given = iter(tensors)
     fake_args, fake_kwargs = tree_map(
-        lambda a: next(given) if isinstance(a, TensorProxy) else _plain(a), (args, kwargs)
+        lambda a: next(given) if isinstance(a, TensorProxy) else as_torch(a), (args, kwargs)
     )
     with recorder.running(), torch.enable_grad():
         result = op(*fake_args, **fake_kwargs)
@@ -299,10 +299,6 @@ def proxy_of(shape: Sequence[int], device: Any, dtype: torch.dtype) -> TensorPro
         dtype=dtypes.to_dtype(dtype),
         requires_grad=False,
     )
-
-
-def _plain(a: Any) -> Any:
-    return a.value if isinstance(a, NumberProxy) else as_torch(a)
 
 
 def tensors_in(tree: Any, kind: type = TensorProxy) -> list[Any]:

@@ -135,7 +135,7 @@ def test_all_sizes_of_a_program(cold, monkeypatch):
         fusion_moe.run(pointwise(9.5), [torch.ones(1000, 8)])[0], torch.full((1000, 8), 10.5)
     )
     with (
-        pytest.raises(OptionError, match="sizes = 'most'; expected 'called' or 'all'"),
+        pytest.raises(OptionError, match="sizes = 'most'; expected one of called, all"),
         fusion_moe.preparing("most"),
     ):
         pass

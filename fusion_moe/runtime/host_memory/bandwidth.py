@@ -12,9 +12,7 @@ compiler, a torch reduction reads.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
 import json
 import os
 import platform
@@ -114,11 +112,7 @@ def pool() -> Tensor:
 
 def cpu() -> str:
     """The name of this CPU, as Linux reports it."""
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        for line in itertools.takewhile(str.strip, lines):  # of the first CPU
-            key, _, value = line.partition(":")
-            facts[key.strip()] = value.strip()
+    facts = isa.cpuinfo()
     name = facts.get("model name", platform.machine())
     numbers = [
         f"{key} {facts[key]}"
