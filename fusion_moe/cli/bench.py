@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ from .output import Result, table
 from .quantize import To
 
 if TYPE_CHECKING:
-    from ..transformers.bench import Row, Times
+    from ..transformers.bench import Contender, Row, Times
 
 
 _BAR = 30  # columns
@@ -123,61 +123,56 @@ def bench(
     where = device_of(device, "bench")
     tokens = prompt or (4096 if where == "cuda" else 512)
     with quietly():
-        return measured(directory, config, to, layers, batch or [1], after, tokens, repeats, where)
+        from ..transformers import bench as of
+        from ..transformers.decoding import why_plain
 
-
-def measured(
-    directory: Path | None,
-    config: str,
-    to: str,
-    layers: int,
-    batches: list[int],
-    context: int,
-    prompt: int,
-    repeats: int,
-    device: str,
-) -> Bench:
-    """Loads or makes a model, and measures it."""
-    from ..transformers import bench as of
-    from ..transformers.decoding import why_plain
-    from ..transformers.loading import configuration
-
-    if directory is None:
-        if config not in of.SIZES and not Path(config).exists():
-            expected = f"{', '.join(of.SIZES)}, or a file or directory"
-            raise OptionError(f"--config {config}", expected=expected, where="bench")
-        with a_model(Path(config)):
-            sizes = of.config_of(config) if config in of.SIZES else configuration(config)
-        whole, weights = sizes.num_hidden_layers, "random weights"
-        # the rule that is fastest to compute: numbers are random anyway
-        contenders = of.beside(of.made(sizes, layers, device), to=CONFIGS[to](scales="max"))
-    else:
-        Directory.open(directory)  # says what is wrong with it
-        with a_model(directory):
-            contenders = of.loaded(directory, device, to)
-        whole, weights = contenders[0].model.config.num_hidden_layers, str(directory)
-    ours, model = contenders[0], contenders[-1].model
-    some = model.config.num_hidden_layers
-    longest = getattr(model.config, "max_position_embeddings", None) or prompt
-    rows = tuple(of.compared(contenders, batches, context, min(prompt, longest), repeats))
-    why = why_plain(model)
-
-    def weighed(times: float) -> dict[str, int]:
-        return {
-            name: of.bytes_of(m, times) for name, m in ((ours.name, ours.model), ("bf16", model))
-        }
-
+        contenders, whole, weights = _contenders(directory, config, to, layers, where)
+        ours, model = contenders[0], contenders[-1].model
+        some = model.config.num_hidden_layers
+        tokens = min(tokens, getattr(model.config, "max_position_embeddings", None) or tokens)
+        rows = tuple(of.compared(contenders, batch or [1], after, tokens, repeats))
+        heads = {b: of.head(model, b, repeats) for b in batch or [1]} if some < whole else {}
+        why = why_plain(model)
+    held = {ours.name: ours.model, "bf16": model}
     return Bench(
         f"{type(model).__name__}, {count(some, 'layer')}"
         f"{f' of {whole}' if some < whole else ''}, {weights}",
-        _machine(device),
+        _machine(where),
         f"steps {f'are not compiled: {why}' if why else 'replay CUDA graphs'}; "
-        f"{context} tokens before a step; median of {repeats} runs in turns",
+        f"{after} tokens before a step; median of {repeats} runs in turns",
         (some, whole),
         rows,
-        {b: of.head(model, b, repeats) for b in batches} if some < whole else {},
-        (weighed(1), weighed(whole / some)),
+        heads,
+        (
+            {name: of.bytes_of(m, 1) for name, m in held.items()},
+            {name: of.bytes_of(m, whole / some) for name, m in held.items()},
+        ),
     )
+
+
+def _contenders(
+    directory: Path | None, config: str, to: str, layers: int, device: str
+) -> tuple[Sequence[Contender], int, str]:
+    """A model that is loaded or made, in all ways; how many layers the whole one has; where the
+    weights are from.
+    """
+    from ..transformers import bench as of
+    from ..transformers.loading import configuration
+
+    if directory is not None:
+        Directory.open(directory)  # says what is wrong with it
+        with a_model(directory):
+            contenders = of.loaded(directory, device, to)
+        return contenders, contenders[0].model.config.num_hidden_layers, str(directory)
+    if config not in of.SIZES and not Path(config).exists():
+        expected = f"{', '.join(of.SIZES)}, or a file or directory"
+        raise OptionError(f"--config {config}", expected=expected, where="bench")
+    with a_model(Path(config)):
+        sizes = of.config_of(config) if config in of.SIZES else configuration(config)
+    whole = sizes.num_hidden_layers
+    # the rule that is fastest to compute: numbers are random anyway
+    contenders = of.beside(of.made(sizes, layers, device), to=CONFIGS[to](scales="max"))
+    return contenders, whole, "random weights"
 
 
 def verdict(ours: Row, other: Row) -> str:

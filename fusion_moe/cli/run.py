@@ -124,7 +124,10 @@ def run(
         found = "a prompt and -i" if prompt else "no prompt"
         raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
     where = device_of(device, "run")
-    recording = _recording(record)
+    if record:  # where it cannot be written, nothing is read
+        from ..report import Run as Recorded
+
+        Recorded.form_of(record)
     torch.manual_seed(seed)
     with quietly():
         how: dict[str, Any] = {}
@@ -132,7 +135,7 @@ def run(
             how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
             how["offload_folder"] = offload_folder
         talk = Talk.open(directory, where, how, temperature, out=not json)
-        with recording(talk):
+        with _recorded(talk, record):
             if not interactive:
                 talk.answer(prompt, tokens, None)
             while interactive and (line := _line()):
@@ -267,23 +270,18 @@ class Talk:
         )
 
 
-def _recording(path: Path | None) -> Callable[[Talk], contextlib.AbstractContextManager[None]]:
-    """What records a talk into a file. OptionError for one that cannot be written."""
+@contextlib.contextmanager
+def _recorded(talk: Talk, path: Path | None) -> Iterator[None]:
+    """Records what a talk does inside the block, into a file, if there is a path."""
     if path is None:
-        return lambda talk: contextlib.nullcontext()
-    from ..report import Run as Recorded
+        yield
+        return
     from ..report import record
 
-    Recorded.form_of(path)
-
-    @contextlib.contextmanager
-    def recording(talk: Talk) -> Iterator[None]:
-        with record(talk.model) as run:
-            talk.step = run.step
-            yield
-        run.save(path)
-
-    return recording
+    with record(talk.model) as run:
+        talk.step = run.step
+        yield
+    run.save(path)
 
 
 def _line() -> str:
