@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Node
 from .. import plugins
 from ..definitions import translate
 from ..definitions.nodes import users_name
+from ..messages.units import some
 from ..messages.warn import warn_once
 
-_SHOWN = 4
 _LEAST = 16  # features: weights of convolutions have three dimensions too, but a smaller last one
 
 
@@ -58,9 +58,8 @@ def experts_outside(model: Any) -> tuple[str, ...]:
 
 def advice(names: Sequence[str]) -> str:
     """The advice about such weights."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; "
+        f"expert weights in floating point: {some(names)}; "
         "fusion_moe.quantize_(model) packs them in NVFP4"
         + "".join(f"; to train them, {how()}" for how in plugins.training)
     )

@@ -1,11 +1,19 @@
-"""Numbers as text, with three digits."""
+"""Numbers as text, with three digits; and lists, of which not all is shown."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def count(n: int, what: str) -> str:
     """2, "call" -> "2 calls"; 1,234 has a comma."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def some(names: Sequence[str], shown: int = 4) -> str:
+    """The first of some names, and how many more there are: "a, b and 7 more"."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def ratio(x: float | None) -> str:

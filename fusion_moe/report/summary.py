@@ -5,10 +5,11 @@ why, and where to look next.
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ..frontends.float_experts import advice
-from ..messages.units import amount, count, duration, ratio
+from ..messages.units import amount, count, duration, ratio, some
 from ..schedule.plan import REFERENCE
 from .data import FusionReport, ReportData, SegmentReport, total
 
@@ -109,7 +110,7 @@ def warnings(report: ReportData) -> Iterator[str]:
     if report.folded:
         yield report.folded
     for why, ids in _grouped((s.backend_why, s.id) for s in report.segments if is_plain(s)):
-        yield f"plain torch runs {_some(ids)}: {why}"
+        yield f"plain torch runs {some(ids)}: {why}"
     if report.void:
         yield f"times are void: {report.void}"
 
@@ -156,7 +157,7 @@ def _reasons(title: str, pairs: Iterable[tuple[str, str]], width: int) -> list[s
         line
         for why, subjects in reasons[:_REASONS]
         for line in textwrap.wrap(
-            f"{_some(subjects)}: {why}",
+            f"{some(subjects)}: {why}",
             width,
             initial_indent="  ",
             subsequent_indent="    ",
@@ -169,15 +170,11 @@ def _reasons(title: str, pairs: Iterable[tuple[str, str]], width: int) -> list[s
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     """(reason, its subjects), starting with the reason that has the most."""
-    groups: dict[str, list[str]] = {}
+    groups = defaultdict[str, list[str]](list)
     for why, subject in pairs:
-        groups.setdefault(why, []).append(subject)
-    return sorted(groups.items(), key=lambda pair: -len(pair[1]))
-
-
-def _some(names: list[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        groups[why].append(subject)
+    most = sorted(groups.items(), key=lambda pair: -len(pair[1]))
+    return [(why, list(dict.fromkeys(subjects))) for why, subjects in most]
 
 
 def _more(n: int) -> list[str]:

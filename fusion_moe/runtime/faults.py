@@ -17,6 +17,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,44 +27,50 @@ import torch
 from ..errors import Error, GroupsError, RankError, WorkerError
 from . import cuda
 
-_FOUND = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
-    1: (
+
+@dataclass(frozen=True)
+class _Fault:
+    """found, with {place} and {value}; what was expected; what to do."""
+
+    found: str
+    expected: str
+    error: type[Error] = GroupsError
+    todo: str = (
+        "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and "
+        "clamped ends and indices"
+    )
+
+
+_WORKER, _RANK = 5, 6
+_FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
+    1: _Fault(
         "offs[{place}] = {value}",
         "cumulative ends that never decrease, and are at most the number of rows",
     ),
-    2: (
+    2: _Fault(
         "ids.flatten()[{place}] = {value} is out of range",
         "ids from 0 to the number of groups - 1, or -1 for no expert",
     ),
-    3: ("an index of {value}", "an index within the dimension it selects from"),
-    4: (
+    3: _Fault("an index of {value}", "an index within the dimension it selects from"),
+    4: _Fault(
         "row {value} of matrix {place} has another scale than the rows around it",
         "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
     ),
-    5: (
+    _WORKER: _Fault(
         "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
         "{value} ms",
         "a worker that answers",
-    ),
-    6: ("rank {place} {value}", "all ranks in the same call, of numbers of tokens that fit"),
-}
-_WORKER, _RANK = 5, 6
-_RAISED: dict[int, tuple[type[Error], str]] = {
-    _WORKER: (
         WorkerError,
         "that call's result lacks these experts; offload the model again",
     ),
-    _RANK: (
+    _RANK: _Fault(
+        "rank {place} {value}",
+        "all ranks in the same call, of numbers of tokens that fit",
         RankError,
         "that call's result lacks what ranks sent, and none is called after it: restart all "
         "processes; init_process_group(timeout=...) says how long ranks wait",
     ),
 }
-_GROUPS = (
-    GroupsError,
-    "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and "
-    "clamped ends and indices",
-)
 # by the phase of kernels/exchange.h
 _LOST = {
     1: "sent no ids of experts",
@@ -89,21 +96,20 @@ class Word:
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
-    def take(self) -> tuple[str, str, int] | None:
-        """The fault, what was expected, and its number; it is then reset. None if another thread
-        took it.
+    def take(self) -> tuple[str, _Fault] | None:
+        """What was found, and the fault that it is; it is then reset. None if another thread took
+        it.
         """
         found, self.found.value = self.found.value, 0
         if not found:
             return None
-        fault, place, low = found >> 56, found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-        at: Any = _NO_ANSWER[place] if fault == _WORKER else place
+        number, place, low = found >> 56, found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
+        at: Any = _NO_ANSWER[place] if number == _WORKER else place
         value: Any = low - (low >> 31 << 32)
-        if fault == _RANK:
+        if number == _RANK:
             value = lost(low >> 24, (low & 0xFFFFFF) / 1000)
-        what, expected = _FOUND[fault]
-        told = what.format(place=at, value=value)
-        return f"{told}, in an earlier call of {self.where}", expected, fault
+        told = _FAULTS[number].found.format(place=at, value=value)
+        return f"{told}, in an earlier call of {self.where}", _FAULTS[number]
 
 
 class Faults:
@@ -219,10 +225,9 @@ def synchronize() -> None:
 def _raise(words: Iterable[Word]) -> None:
     found = [told for word in words if word.found.value and (told := word.take())]
     if found:
-        (first, expected, fault), *others = found
-        also = "".join(f"; also {what}" for what, *_ in others)
-        error, todo = _RAISED.get(fault, _GROUPS)
-        raise error(first + also, expected=expected, todo=todo, where="cuda")
+        (first, fault), *others = found
+        also = "".join(f"; also {told}" for told, _ in others)
+        raise fault.error(first + also, expected=fault.expected, todo=fault.todo, where="cuda")
 
 
 def lost(phase: int, seconds: float) -> str:
@@ -232,10 +237,9 @@ def lost(phase: int, seconds: float) -> str:
 
 def rank_error(phase: int, rank: int, seconds: float, where: str) -> Error:
     """The error of a call that kernels of the CPU end with such a fault."""
-    what, expected = _FOUND[_RANK]
-    error, todo = _RAISED[_RANK]
-    found = what.format(place=rank, value=lost(phase, seconds))
-    return error(found, expected=expected, todo=todo, where=where)
+    fault = _FAULTS[_RANK]
+    found = fault.found.format(place=rank, value=lost(phase, seconds))
+    return fault.error(found, expected=fault.expected, todo=fault.todo, where=where)
 
 
 def _caller() -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from ..errors import CheckpointError
+from ..messages.units import some
 from .names import any_of
 from .replacements import Replacements
-from .sources import some
 
 
 def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:

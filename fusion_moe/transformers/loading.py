@@ -38,12 +38,12 @@ from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
 from ..checkpoints.nf4 import unflattened
 from ..errors import CheckpointError, OptionError, UnsupportedError
+from ..messages.units import some
 from .adapters import read_adapters_
 from .completeness import new_heads
 from .config import IN_4BIT, experts_config, set_quantization
 from .quantizer import Tensors, state_dict
 from .share import Share
-from .sources import some
 
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division

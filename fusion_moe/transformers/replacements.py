@@ -20,13 +20,14 @@ from ..checkpoints.stored import all_eight_bits
 from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, ShapeError, UnsupportedError
+from ..messages.units import some
 from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config, QuantizationConfig
 from ..nn.conversion.contract import contract_of
 from ..nn.conversion.converters import by_contract, convert
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
-from .sources import INPUT_SCALES, Source, Weights, find_experts, some, weights_of
+from .sources import INPUT_SCALES, Source, Weights, find_experts, weights_of
 
 log = logging.getLogger("fusion_moe")
 

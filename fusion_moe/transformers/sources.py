@@ -6,7 +6,7 @@ Experts are E weights for each projection, `…experts.3.gate_proj`, or one weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,11 +15,11 @@ import torch
 from ..checkpoints import Direction, Scheme, StoredPart, StoredWeight
 from ..checkpoints.experts import PER_EXPERT
 from ..errors import CheckpointError
+from ..messages.units import some
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 
 INPUT_SCALES = (".input_scale", "_input_scale")
-SHOWN = 3  # how many names a message shows
 
 Weights = Mapping[str, StoredWeight]
 
@@ -131,9 +131,3 @@ def weights_of(source: Source, module: Projections, stored: Weights) -> list[Sto
                 )
             taken.append(weight)
     return taken
-
-
-def some(names: Sequence[str]) -> str:
-    """A few names for a message."""
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest
