@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from . import backends, options
 from .checkpoints import Scheme
 from .checkpoints.values import check_scales_of
 from .encodings import Encoding, Quantized
-from .errors import ShapeError
+from .errors import ShapeError, UnsupportedError
 from .nn import Experts, prepare_, update_weights_
 from .runtime.host_memory import pages
 from .runtime.precompile import preparing
@@ -55,6 +55,21 @@ class Chooser(Named):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Never asked."""
         raise NotImplementedError
+
+
+def unsupported(engine: str, found: str, expected: str, todo: str) -> UnsupportedError:
+    """The error of what an engine serves, but not with this library."""
+    where = f"{engine} with --quantization {NAME}"
+    return UnsupportedError(found, expected=expected, todo=todo, where=where)
+
+
+def refuse(engine: str, cases: Iterable[tuple[bool, str, str, str]]) -> None:
+    """UnsupportedError for the first of some cases that holds: (whether it does, what was found,
+    what was expected, what to do).
+    """
+    for holds, found, expected, todo in cases:
+        if holds:
+            raise unsupported(engine, found, expected, todo)
 
 
 def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:

@@ -46,12 +46,12 @@ class Shown:
 
 
 class Document(Shown):
-    """An object that is also saved, and shown in notebooks. kind: what errors call it; forms: what
-    files have of it, by the ends of their names.
+    """An object that is also saved, and shown in notebooks. Subclasses say what errors call it, and
+    what files have of it by the ends of their names.
     """
 
-    kind: ClassVar[str]
-    forms: ClassVar[Mapping[str, Callable[[Any], str]]]
+    _kind: ClassVar[str]
+    _forms: ClassVar[Mapping[str, Callable[[Any], str]]]
 
     @classmethod
     def form_of(cls, path: str | Path) -> Callable[[Any], str]:
@@ -59,10 +59,10 @@ class Document(Shown):
         can be made.
         """
         path = Path(path)
-        form = next((form for end, form in cls.forms.items() if path.name.endswith(end)), None)
+        form = next((form for end, form in cls._forms.items() if path.name.endswith(end)), None)
         if form is None:
-            found = f"{cls.kind} as {path.name}"
-            raise OptionError(found, expected=", ".join(cls.forms), where=str(path))
+            found = f"{cls._kind} as {path.name}"
+            raise OptionError(found, expected=", ".join(cls._forms), where=str(path))
         if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             raise OptionError(
                 f"no folder {path.parent} to write to",
@@ -83,5 +83,5 @@ class Document(Shown):
         style = "width: 100%; height: 42rem; border: 1px solid #8888"
         return (
             f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" '
-            f'srcdoc="{escape(self.forms[".html"](self))}"></iframe>'
+            f'srcdoc="{escape(self._forms[".html"](self))}"></iframe>'
         )

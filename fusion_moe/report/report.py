@@ -20,8 +20,8 @@ class Report(ReportData, Document):
     `ReportData`.
     """
 
-    kind = "a report"
-    forms: ClassVar = {
+    _kind = "a report"
+    _forms: ClassVar = {
         ".html": page,
         ".json": ReportData.to_json,
         ".txt": lambda report: f"{report.details()}\n",

@@ -28,8 +28,8 @@ class Run(Document):
     """
 
     name = ""
-    kind = "a run"
-    forms: ClassVar = {
+    _kind = "a run"
+    _forms: ClassVar = {
         ".trace.json": lambda run: json.dumps(trace_events(run.data)),
         ".json": lambda run: run.data.to_json(),
         ".html": lambda run: page(run.data),

@@ -18,9 +18,18 @@ from sglang.srt.runtime_context import get_exec, get_lora
 from ..checkpoints import Scheme
 from ..checkpoints.schemes import MODELOPT, PACKED_MXFP4
 from ..encodings import MXFP4, Quantized
-from ..errors import UnsupportedError
 from ..nn import Experts, swiglu
-from ..serving import LEAVE, NAME, invariant, need_blocks, place_, serve_, weight_of
+from ..serving import (
+    LEAVE,
+    NAME,
+    invariant,
+    need_blocks,
+    place_,
+    refuse,
+    serve_,
+    unsupported,
+    weight_of,
+)
 
 _BIASES = ("w13_weight_bias", "w2_weight_bias")
 _NO_UPDATE = f"New weights are not supported with --quantization {NAME}: restart the engine"
@@ -169,23 +178,42 @@ class FusionMoeMxfp4Method(ExpertsMethod, Mxfp4MoEMethod):
 def need_served(config: Any) -> None:
     """UnsupportedError for layers that cannot be served, by SGLang's configuration of them."""
     runner, exchange = get_moe_runner_backend(), get_moe_a2a_backend()
-    if not runner.is_auto():
-        found = f"--moe-runner-backend {runner.value}, which names kernels of SGLang"
-        raise _unsupported(found, "this library's", "leave out one of the two options")
-    if not exchange.is_none():
-        found = f"--moe-a2a-backend {exchange.value}"
-        raise _unsupported(found, "tokens that all ranks have", "leave it out")
-    if get_exec().moe.enable_eplb or get_exec().moe.ep_num_redundant_experts:
-        found = "load balancing of experts"
-        raise _unsupported(found, "experts that stay", "run without --enable-eplb")
-    if get_lora().enable_lora:
-        todo = "merge the adapter into the weights first"
-        raise _unsupported("LoRA", "experts without adapters", todo)
-    if config.num_fused_shared_experts:
-        found, todo = "shared experts among the others", "--disable-shared-experts-fusion"
-        raise _unsupported(found, "shared experts by themselves", todo)
-    if config.no_combine:
-        raise _unsupported("a result for each expert", "their sum", LEAVE)
+    refuse(
+        "SGLang",
+        (
+            (
+                not runner.is_auto(),
+                f"--moe-runner-backend {runner.value}, which names kernels of SGLang",
+                "this library's",
+                "leave out one of the two options",
+            ),
+            (
+                not exchange.is_none(),
+                f"--moe-a2a-backend {exchange.value}",
+                "tokens that all ranks have",
+                "leave it out",
+            ),
+            (
+                bool(get_exec().moe.enable_eplb or get_exec().moe.ep_num_redundant_experts),
+                "load balancing of experts",
+                "experts that stay",
+                "run without --enable-eplb",
+            ),
+            (
+                get_lora().enable_lora,
+                "LoRA",
+                "experts without adapters",
+                "merge the adapter into the weights first",
+            ),
+            (
+                bool(config.num_fused_shared_experts),
+                "shared experts among the others",
+                "shared experts by themselves",
+                "--disable-shared-experts-fusion",
+            ),
+            (config.no_combine, "a result for each expert", "their sum", LEAVE),
+        ),
+    )
 
 
 def activation_of(config: Any, scheme: Scheme) -> str:
@@ -206,10 +234,4 @@ def activation_of(config: Any, scheme: Scheme) -> str:
         for name in ("is_gated", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         if (value := getattr(config, name, None)) not in (None, True)
     )
-    raise _unsupported(found, "SwiGLU, or gpt-oss's in MXFP4", LEAVE)
-
-
-def _unsupported(found: str, expected: str, todo: str) -> UnsupportedError:
-    return UnsupportedError(
-        found, expected=expected, todo=todo, where=f"SGLang with --quantization {NAME}"
-    )
+    raise unsupported("SGLang", found, "SwiGLU, or gpt-oss's in MXFP4", LEAVE)

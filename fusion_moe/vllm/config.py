@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..errors import UnsupportedError
-from ..serving import NAME, Chooser
+from ..serving import NAME, Chooser, unsupported
 from .log import logger
 
 # by quant_method, and by quant_algo in that of ModelOpt
@@ -44,12 +44,8 @@ class FusionMoeConfig(Chooser, QuantizationConfig):
 
     def __init__(self) -> None:
         """UnsupportedError: vLLM makes one for a directory that says nothing of quantization."""
-        raise UnsupportedError(
-            "a directory in floating point",
-            expected=_READ,
-            todo="quantize it first: fusion-moe quantize DIRECTORY OUTPUT",
-            where=f"vLLM with --quantization {NAME}",
-        )
+        todo = "quantize it first: fusion-moe quantize DIRECTORY OUTPUT"
+        raise unsupported("vLLM", "a directory in floating point", _READ, todo)
 
     @classmethod
     def override_quantization_method(

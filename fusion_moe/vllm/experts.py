@@ -28,7 +28,9 @@ from ..serving import (
     invariant,
     need_blocks,
     place_,
+    refuse,
     serve_,
+    unsupported,
     weight_of,
 )
 from .loading import LoadsExperts
@@ -136,7 +138,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         """
         balanced = self.moe.moe_parallel_config.enable_eplb
         if balanced and self.kept is not None:
-            raise _unsupported(
+            raise unsupported(
+                "vLLM",
                 "new weights with --enable-eplb, which has moved experts",
                 "experts that stay",
                 "start another engine",
@@ -202,32 +205,43 @@ def _named(
 
 def need_served(moe: Any) -> None:
     """UnsupportedError for layers that cannot be served, by vLLM's configuration of them."""
-    parallel = moe.moe_parallel_config
-    if (parallel.dp_size > 1 or parallel.use_all2all_kernels) and current_platform.is_cpu():
-        found = "ranks that have tokens of their own, which vLLM does not gather on CPUs"
-        raise _unsupported(
-            found,
-            "the same tokens on all ranks",
-            "--tensor-parallel-size in place of --data-parallel-size",
-        )
-    if parallel.use_all2all_kernels:
-        if parallel.all2all_backend != _GATHERS:
-            raise _unsupported(
-                f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out"
-            )
-        if parallel.pcp_size > 1:
-            found = "expert parallelism with prefill context parallelism"
-            raise _unsupported(
-                found,
+    parallel, config = moe.moe_parallel_config, get_current_vllm_config_or_none()
+    gathers = parallel.use_all2all_kernels
+    refuse(
+        "vLLM",
+        (
+            (
+                (parallel.dp_size > 1 or gathers) and current_platform.is_cpu(),
+                "ranks that have tokens of their own, which vLLM does not gather on CPUs",
+                "the same tokens on all ranks",
+                "--tensor-parallel-size in place of --data-parallel-size",
+            ),
+            (
+                gathers and parallel.all2all_backend != _GATHERS,
+                f"--all2all-backend {parallel.all2all_backend}",
+                _GATHERS,
+                "leave it out",
+            ),
+            (
+                gathers and parallel.pcp_size > 1,
+                "expert parallelism with prefill context parallelism",
                 "tokens that vLLM gathers before experts",
                 "run without --prefill-context-parallel-size",
-            )
-    config = get_current_vllm_config_or_none()
-    if config is not None and config.parallel_config.enable_elastic_ep:
-        raise _unsupported("--enable-elastic-ep", "ranks that keep their experts", "leave it out")
-    if moe.moe_backend != "auto":
-        found = f"--moe-backend {moe.moe_backend}, which names kernels of vLLM"
-        raise _unsupported(found, "this library's", "leave out one of the two options")
+            ),
+            (
+                config is not None and config.parallel_config.enable_elastic_ep,
+                "--enable-elastic-ep",
+                "ranks that keep their experts",
+                "leave it out",
+            ),
+            (
+                moe.moe_backend != "auto",
+                f"--moe-backend {moe.moe_backend}, which names kernels of vLLM",
+                "this library's",
+                "leave out one of the two options",
+            ),
+        ),
+    )
     if moe.is_lora_enabled:
         from . import lora
 
@@ -244,7 +258,7 @@ def activation_of(moe: Any, interleave: int) -> str:
     if name == "swigluoai":
         return swiglu(interleave, limit=7.0, alpha=1.702, up_offset=1.0)
     if interleave:
-        raise _unsupported(f"experts with activation {name!r}", "'swigluoai'", LEAVE)
+        raise unsupported("vLLM", f"experts with activation {name!r}", "'swigluoai'", LEAVE)
     if name == "silu":
         return swiglu(limit=moe.swiglu_limit)
     if name == "swigluoai_uninterleave":
@@ -257,7 +271,7 @@ def activation_of(moe: Any, interleave: int) -> str:
         return _situ(moe.activation_situ_beta, moe.activation_situ_linear_beta)
     if name not in _PROGRAMS:
         expected = ", ".join(("silu", "situ", "swigluoai", "swigluoai_uninterleave", *_PROGRAMS))
-        raise _unsupported(f"experts with activation {name!r}", f"one of {expected}", LEAVE)
+        raise unsupported("vLLM", f"experts with activation {name!r}", f"one of {expected}", LEAVE)
     return _traced(name)
 
 
@@ -307,9 +321,3 @@ def first_expert(expert_map: Tensor | None, where: str) -> int | None:
         todo = "--expert-placement-strategy linear, and no more ranks than experts"
         raise UnsupportedError(found, expected=expected, todo=todo, where=where)
     return here[0]
-
-
-def _unsupported(found: str, expected: str, todo: str) -> UnsupportedError:
-    return UnsupportedError(
-        found, expected=expected, todo=todo, where="vLLM with --quantization fusion_moe"
-    )

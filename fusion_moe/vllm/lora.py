@@ -18,9 +18,8 @@ from vllm.config import get_current_vllm_config
 from vllm.lora import layers, utils
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from ..errors import UnsupportedError
 from ..nn import Experts
-from ..serving import NAME, compile_, invariant
+from ..serving import compile_, invariant, unsupported
 
 
 class Slots:
@@ -183,12 +182,11 @@ def need_served(moe: Any) -> None:
         "--enable-eplb": parallel.enable_eplb,
     }
     if found := [option for option, given in refused.items() if given]:
-        raise UnsupportedError(
+        raise unsupported(
+            "vLLM",
             f"--enable-lora with {' and '.join(found)}",
-            expected="whole adapters, one for each expert, and experts and tokens that stay where "
-            "they are",
-            todo="leave out one of the two options",
-            where=f"vLLM with --quantization {NAME}",
+            "whole adapters, one for each expert, and experts and tokens that stay where they are",
+            "leave out one of the two options",
         )
     ours = FusedMoEWithLoRA, FusedMoE3DWithLoRA
     if utils._all_lora_classes[:2] != ours:
