@@ -40,7 +40,7 @@ _SIDE = 1024
 
 @dataclass(frozen=True)
 class Launched:
-    """A call of a program. layer: whose, or ""."""
+    """A call of a program. layer: the name of the one that called it, or ""."""
 
     layer: str
     program: Program
@@ -172,7 +172,7 @@ def _is_cpu(device: torch.device) -> bool:
 
 
 def _steps(of: Launched) -> Sequence[Any]:
-    """What a captured call launched, of each part."""
+    """What a captured call launched for each part of its program."""
     joined: Any = of.program.joined
     return joined.choose(of.sizes, cuda.arch(torch.cuda.current_device())).steps if joined else ()
 

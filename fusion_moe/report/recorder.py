@@ -160,7 +160,7 @@ class _Recorder:
             name = self._name_of(address)
             # a backward may compute the forward again
             if address and torch._C._current_graph_task_id() == -1:
-                # offloaded experts of one step, in turns
+                # offloaded experts are called several times in a step
                 again, self.last = bool(self.before) and address == self.last, address
                 if name and name not in self.before:
                     made = _ends(program, tensors, sizes) if ends is None else ends
@@ -240,7 +240,7 @@ class _Recorder:
     def _publish(self) -> None:
         def how(address: int, name: str) -> int:
             counts = self.counts.get(name)
-            # what begins a step that may be profiled, and, in a graph, what may be captured for it
+            # Python sees where steps begin, and what graphs capture, while some may be profiled
             seen = address == self.first or (counts and counts.device.type == "cuda")
             if self.before or (self.watches and seen):  # before: slots of offloaded experts
                 return OF_PYTHON

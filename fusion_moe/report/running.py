@@ -6,7 +6,8 @@ import json
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -114,10 +115,11 @@ class Comparison(Shown):
     before: RunData
     after: RunData
     names: tuple[str, str] = ("", "")
-    changes: Sequence[tuple[str, str, str, str]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "changes", tuple(_changes(self.before, self.after)))
+    @cached_property
+    def changes(self) -> Sequence[tuple[str, str, str, str]]:
+        """(name, before, after, a sentence or "") of what is compared."""
+        return tuple(_changes(self.before, self.after))
 
     def to_json(self) -> str:
         """Schema fusion_moe.compare/1: `changes`, each with name, before, after and a sentence."""

@@ -33,7 +33,7 @@ class Recorder(Protocol):
         """
 
     def compiled(self, name: str, start: float, seconds: float) -> None:
-        """start: of time.time()."""
+        """Called after a compilation. start: by time.time(); seconds: how long it took."""
 
 
 active: Recorder | None = None

@@ -1,5 +1,5 @@
-"""When multiprocessors computed tiles, as kernels marked it that were compiled with the option
-cuda_debug=timeline (backends/cuda/kernels/timeline.cuh).
+"""When multiprocessors computed tiles: kernels that are compiled with the option
+cuda_debug=timeline mark it (backends/cuda/kernels/timeline.cuh).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tile:
 
 
 def add(name: str, library: Any, code: bytes) -> None:
-    """Has the marks of a kernel in a loaded library read too, if it makes any."""
+    """Adds a kernel in a loaded library to those whose marks are read, if it makes any."""
     if marks(code):
         address = checked(driver().cuLibraryGetGlobal(library, b"timeline"), name)
         _kernels.append((name, int(address)))

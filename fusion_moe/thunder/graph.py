@@ -135,7 +135,6 @@ class TraceGraph:
     def __init__(
         self, bsyms: Sequence[BoundSymbol], read: Iterable[str], opaque: Iterable[int] = ()
     ):
-        self.bsyms = tuple(bsyms)
         self.graph = Graph()
         self.nodes: list[list[Node]] = []
         self.proxies: dict[Node, TensorProxy] = {}

@@ -164,7 +164,6 @@ class Derivative:
     the results and what the backward reads.
     """
 
-    graph: Graph
     inputs: Sequence[Node]
     results: Sequence[Node]
     seeds: Mapping[int, Node]
@@ -227,9 +226,9 @@ class Derivative:
                 i: None if g is None else call.recorder.node(g)
                 for i, g in zip(wanted, found, strict=True)
             }
-        results, graph = [call.recorder.node(r) for r in call.results], call.recorder.graph
-        saves = op.namespace == NAMESPACE and not any(n.target is op for n in graph.nodes)
-        return cls(graph, call.inputs, results, seed_nodes, grads, missing if seeds else {}, saves)
+        results, nodes = [call.recorder.node(r) for r in call.results], call.recorder.graph.nodes
+        saves = op.namespace == NAMESPACE and not any(n.target is op for n in nodes)
+        return cls(call.inputs, results, seed_nodes, grads, missing if seeds else {}, saves)
 
 
 class Replay:

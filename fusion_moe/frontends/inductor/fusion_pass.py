@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.fx import Graph
 from ...definitions import translate
 from ...messages.warn import warn_once
 from ...options import Options
+from ...runtime.store import key_of
 from ..regions import Found, burn, find_regions
 from ..rewrite import replace_regions
 from .log_found import log_found
@@ -85,12 +85,15 @@ def library_digest() -> str:
     """A digest of all source files of the library, its translators included."""
     translators = importlib.import_module(translate.BUILTIN).__file__
     assert translators is not None
-    digest = hashlib.sha256()
-    for root in (Path(__file__).parents[2], Path(translators).parent):
-        for path in sorted(root.rglob("*")):
-            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"):
-                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+    return key_of(
+        *(
+            part
+            for root in (Path(__file__).parents[2], Path(translators).parent)
+            for path in sorted(root.rglob("*"))
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh")
+            for part in (str(path.relative_to(root)), path.read_bytes())
+        )
+    )
 
 
 def _leave_single_results(found: Found) -> None:
