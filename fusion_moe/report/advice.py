@@ -1,8 +1,8 @@
-"""What a report says of a call before anything else: what it is of, and what to do next."""
+"""What a report advises to do next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,19 +10,7 @@ import torch
 from .. import plugins
 from ..frontends.float_experts import experts_outside
 from ..nn.conversion.converters import converter_of, why_refused
-from .backward import type_of
 from .build import Seen
-
-
-def called(
-    owner: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
-    """What was called, with the tensors that it was given: "Layer(bf16[6, 64])"."""
-    named = owner if isinstance(owner, torch.nn.Module) else function
-    name = type(named).__name__ if named is owner else getattr(named, "__name__", str(named))
-    tensors = [("", t) for t in args] + [(f"{name}=", t) for name, t in kwargs.items()]
-    given = (f"{name}{type_of(t)}" for name, t in tensors if isinstance(t, torch.Tensor))
-    return f"{name.strip('<>')}({', '.join(given)})"
 
 
 def advice_on(owner: Any, seen: Seen) -> Iterator[str]:

@@ -1,12 +1,13 @@
-"""A call on fakes: copies of its model and tensors that have types but no memory, so that tracing
-it computes nothing.
+"""A call that is looked at, and the same call on fakes: copies of its model and tensors that have
+types but no memory, so that tracing it computes nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import getclosurevars
 from itertools import chain
 from types import CellType, FunctionType
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
+from .backward import type_of
 
 log = logging.getLogger("fusion_moe")
 T = TypeVar("T")
@@ -34,33 +36,78 @@ _ASKS_FOR_VALUES = (
 )
 
 
+@dataclass(frozen=True)
+class Call:
+    """function(*args, **kwargs)."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def owner(self) -> Any:
+        """The object that the function is a method of; else the function."""
+        return getattr(self.function, "__self__", self.function)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The modules that are called, by the function's names for them; "" for the function itself
+        or the object that it is a method of.
+        """
+        if isinstance(self.owner, torch.nn.Module):
+            return {"": self.owner}
+        if not isinstance(self.function, FunctionType):
+            return {}
+        names = getclosurevars(self.function)
+        named = {**names.globals, **names.nonlocals}
+        return {name: x for name, x in named.items() if isinstance(x, torch.nn.Module)}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the arguments, else of the modules. The CPU if all are on the meta
+        device.
+        """
+        tensors = chain(self.tensors, *(m.parameters() for m in self.modules.values()))
+        return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+    def __str__(self) -> str:
+        """What is called, with the tensors that it is given: "Layer(bf16[6, 64])"."""
+        called = self.owner if isinstance(self.owner, torch.nn.Module) else self.function
+        name = getattr(called, "__name__", type(called).__name__)
+        named = [("", t) for t in self.args] + [(f"{name}=", t) for name, t in self.kwargs.items()]
+        given = (f"{name}{type_of(t)}" for name, t in named if isinstance(t, torch.Tensor))
+        return f"{name.strip('<>')}({', '.join(given)})"
+
+
 def on_fakes(
-    look: Callable[..., T],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    look: Callable[[Call], T],
+    call: Call,
     arranged: Callable[[torch.nn.Module], None] | None = None,
 ) -> T:
-    """look(function, args, kwargs) on fakes, with copies of the modules that are called; if that
-    fails, on the originals. arranged: what is first done to each of the copies.
+    """look(call) on fakes, with copies of the modules that are called; if that fails, on the
+    originals. arranged: what is first done to each of the copies.
 
-    Modules are found as the function itself, as the object that it is a method of, and by the names
-    that it uses. Tensors on the meta device are taken to be on the device of the others.
-    UnsupportedError if the originals have no values and the call asks for them.
+    Tensors on the meta device are taken to be on the device of the others. UnsupportedError if the
+    originals have no values and the call asks for them.
     """
     # non-fakes: tensors of modules that are not found
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies = _Copies(mode)
     try:
-        modules = _modules(function)
-        copies.device = _device(modules.values(), args, kwargs)
+        copies.device = call.device
+        originals = call.function, call.modules, call.args, call.kwargs
         with torch.inference_mode(False), copies:
-            function_, modules, args_, kwargs_ = copy.deepcopy((function, modules, args, kwargs))
+            function, modules, args, kwargs = copy.deepcopy(originals)
         with mode:
             if arranged:
                 for module in modules.values():
                     arranged(module)
-            return look(_with_modules(function_, modules), args_, kwargs_)
+            return look(Call(_with_modules(function, modules), args, kwargs))
     except Exception as error:
         if copies.valueless and isinstance(error, _ASKS_FOR_VALUES):
             raise UnsupportedError(
@@ -76,20 +123,15 @@ def on_fakes(
             type(error).__name__,
             error,
         )
-    return look(function, args, kwargs)
+    return look(call)
 
 
-def device_of_values(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device:
+def device_of_values(call: Call) -> torch.device:
     """The device of a call's tensors. UnsupportedError if one of its arguments, or of the modules
     that it calls, has no values.
     """
-    modules = _modules(function).values()
-    tensors = (
-        *given(args, kwargs),
-        *(t for m in modules for t in (*m.parameters(), *m.buffers())),
-    )
+    held = (t for m in call.modules.values() for t in (*m.parameters(), *m.buffers()))
+    tensors = (*call.tensors, *held)
     if missing := [t for t in tensors if _is_valueless(t)]:
         raise UnsupportedError(
             f"a tensor {list(missing[0].shape)} that is fake or on the meta device",
@@ -97,7 +139,7 @@ def device_of_values(
             todo="pass loaded weights and arguments, or leave out measure and load",
             where="explain",
         )
-    return _device(modules, args, kwargs)
+    return call.device
 
 
 def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> torch.Tensor:
@@ -142,33 +184,6 @@ class _Copies(TorchFunctionMode):
 
 def _is_valueless(t: torch.Tensor) -> bool:
     return t.device.type == "meta" or isinstance(t, FakeTensor)
-
-
-def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a call."""
-    return (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-
-
-def _device(
-    modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device:
-    """The device of a call's tensors: of its arguments, else of its modules. The CPU if all are on
-    the meta device.
-    """
-    tensors = chain(given(args, kwargs), *(m.parameters() for m in modules))
-    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
-
-
-def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
-    """The modules that are called, by the function's names for them; "" for the function itself or
-    the object that it is a method of.
-    """
-    module = getattr(function, "__self__", function)
-    if isinstance(module, torch.nn.Module):
-        return {"": module}
-    names = getclosurevars(function) if isinstance(function, FunctionType) else None
-    named = {**names.globals, **names.nonlocals} if names else {}
-    return {name: x for name, x in named.items() if isinstance(x, torch.nn.Module)}
 
 
 def _with_modules(

@@ -31,10 +31,10 @@ from ..nn.frozen.folded import folding
 from ..nn.frozen.packed import PackedModule
 from ..options import Options
 from ..plugins import CompiledBy
-from .advice import advice_on, called
+from .advice import advice_on
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
-from .fakes import device_of_values, given, like, on_fakes
+from .fakes import Call, device_of_values, like, on_fakes
 from .measure import Watch
 from .report import Report
 
@@ -115,35 +115,30 @@ def _explained(
     arranged: Callable[[torch.nn.Module], None] | None,
 ) -> Report:
     compiled = next((c for ask in plugins.compiled_by if (c := ask(model_or_fn))), None)
-    function = compiled.function if compiled else _original(model_or_fn)
-    _check(compiled, function, args, kwargs, watch, backward)
+    call = Call(compiled.function if compiled else _original(model_or_fn), args, kwargs)
+    _check(compiled, call, watch, backward)
 
-    def look(function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+    def look(call: Call) -> Seen:
         if not compiled:
-            return _in_dynamo(switches, watch, backward, function, args, kwargs)
+            return _in_dynamo(call, switches, watch, backward)
         with options.override(target=switches.target):
-            return Seen(compiled.look(function, args, kwargs))
+            return Seen(compiled.look(call.function, call.args, call.kwargs))
 
     try:
-        if watch:
-            seen = look(function, args, kwargs)
-        else:
-            seen = on_fakes(look, function, args, kwargs, arranged)
+        seen = look(call) if watch else on_fakes(look, call, arranged)
     except TorchDynamoException as error:
         if own := _own_error(error):
             raise own.at("explain") from error
         raise
     except TypeError as error:
-        if isinstance(error, Error) or not (args or kwargs) or [*given(args, kwargs)]:
+        if isinstance(error, Error) or not (args or kwargs) or call.tensors:
             raise
         raise UnsupportedError(
             f"arguments without a tensor: {error}",
             expected="tensors, such as input_ids = torch.tensor([[1, 2]])",
             where="explain",
         ) from error
-    owner = getattr(function, "__self__", function)
-    seen.of = called(owner, function, args, kwargs)
-    seen.advice = tuple(advice_on(owner, seen))
+    seen.of, seen.advice = str(call), tuple(advice_on(call.owner, seen))
     if backward and not seen.steps:
         raise UnsupportedError(
             "backward=True for a call of whose results none requires a gradient",
@@ -163,14 +158,7 @@ def _own_error(error: BaseException) -> Error | None:
     return inner
 
 
-def _check(
-    compiled: CompiledBy | None,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    watch: Watch | None,
-    backward: bool,
-) -> None:
+def _check(compiled: CompiledBy | None, call: Call, watch: Watch | None, backward: bool) -> None:
     """UnsupportedError if a call cannot be run, measured or differentiated as it is asked for."""
     found = expected = todo = ""
     if compiled and (watch or backward):
@@ -183,7 +171,7 @@ def _check(
             "one of them: the backward is not run",
         )
     elif watch:
-        device = device_of_values(function, args, kwargs)
+        device = device_of_values(call)
         targets.check_device(backends.find(watch.switches.target, device), device, "explain")
         if watch.measure and device.type not in ("cpu", "cuda"):
             found, expected = f"measure=True for tensors on {device}", "a CPU or a CUDA GPU"
@@ -218,18 +206,11 @@ def _of_gpu(name: str | tuple[int, int], target: str | None, runs: bool) -> dict
     return {"target": cuda.NAME, "cuda_arch": name if isinstance(name, str) else shown(name)}
 
 
-def _in_dynamo(
-    switches: Options,
-    watch: Watch | None,
-    backward: bool,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Seen:
+def _in_dynamo(call: Call, switches: Options, watch: Watch | None, backward: bool) -> Seen:
     """What is found when torch.compile traces a call. watch: if given, programs run compiled for
     the target, not on the reference.
     """
-    seen, owner = Seen(watch=watch), getattr(function, "__self__", function)
+    seen, owner = Seen(watch=watch), call.owner
 
     def look(
         model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False
@@ -250,16 +231,16 @@ def _in_dynamo(
 
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
     isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
-    compiled = torch.compile(apart(function), backend=backend, dynamic=False, **isolated)
+    compiled = torch.compile(apart(call.function), backend=backend, dynamic=False, **isolated)
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     # it measures on the GPU which shapes to pad
     no_timing = inductor_config.patch(shape_padding=False)
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=backward)
     with limits, no_timing, at_once, options.override(target="reference"):
-        compiled(*args, **kwargs)
+        compiled(*call.args, **call.kwargs)
         forwards = len(seen.graphs) - len(seen.steps)
         broken = not seen.graphs or (watch is None and forwards > 1)
-        if broken and (found := first_break(function, args, kwargs)):
+        if broken and (found := first_break(call.function, call.args, call.kwargs)):
             if not seen.graphs:
                 seen.add_float_experts(experts_outside(owner))
             why, line = found

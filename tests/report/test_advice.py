@@ -37,11 +37,16 @@ class Broken(torch.nn.Module):
 X = torch.zeros(6, 64, dtype=torch.bfloat16)
 
 
+def twice(x):
+    return x + x
+
+
 def test_what_it_is_of():
     report = pages.explained(target="cpu")
     assert report.of == "Layer(bf16[6, 64])"
     assert str(report).splitlines()[1] == "  Layer(bf16[6, 64])"
     assert fusion_moe.explain(torch.relu, X).of == "relu(bf16[6, 64])"
+    assert fusion_moe.explain(twice, x=X).of == "twice(x=bf16[6, 64])"
     assert not report.advice
     shown = page(report)
     assert report.of in shown
