@@ -63,9 +63,8 @@ def _say(line: str, last: bool = False) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on a terminal that work without countable parts is running, once it takes long; or at
-    once, in other words, if the function that it gives is called with them. Elsewhere it says
-    nothing.
+    """Says on a terminal that work without countable parts is running, once it takes long. Yields a
+    function that says something else instead, at once. Elsewhere nothing is said.
     """
     on_terminal = sys.stderr.isatty()
     timer = threading.Timer(QUIET_SECONDS, phase, (what,))

@@ -280,8 +280,9 @@ class ReportData:
 
     @property
     def call_seconds(self) -> Mapping[str, float]:
-        """How long the programs of a call take: "here", and where that was measured for all of them
-        "unfused" and "bf16", as of a FusionReport. Empty if times are void or not measured.
+        """How long the programs of a call take: "here"; and "unfused" and "bf16", explained at
+        FusionReport, if these were measured for all programs. Empty if times are void or not
+        measured.
         """
         ways = (
             ("here", [f.measured for f in self.fusions]),

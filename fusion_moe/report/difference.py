@@ -133,7 +133,7 @@ def diff(report: ReportData, other: ReportData) -> Difference:
 def _changes(before: Facts, after: Facts) -> Iterator[Change]:
     for name in {**before, **after}:
         change = Change(name, before.get(name, ""), after.get(name, ""))
-        # in texts of several lines, values that are only numbered otherwise are the same
+        # in texts of several lines, values that differ only in their number are the same
         if change.before != change.after and (change.lines or "\n" not in change.before):
             yield change
 

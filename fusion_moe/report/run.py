@@ -2,7 +2,7 @@
 
 JSON, schema "fusion_moe.record/1": the fields of the classes below under their names, and `schema`
 itself. Times are in seconds; `start` counts from the beginning of the run. `rank` is 0 without
-torch.distributed. Nothing of what tokens stand for is in it.
+torch.distributed. Nothing in it says what tokens stand for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LayerRun:
     """The experts of a layer. rows: of each expert, that is, tokens that chose it, over all calls;
     over_time: the same of the last calls, `each` of them together, in order.
 
-    offloaded: what an offloaded layer did, as of `fusion_moe.offload.counters`; else empty.
+    offloaded: the counters of an offloaded layer (`fusion_moe.offload.counters`); else empty.
     """
 
     name: str

@@ -83,7 +83,7 @@ class Run(Document):
         self._step()
 
     def compare(self, other: Run) -> Comparison:
-        """What another run did otherwise. Kernels are paired by operations and sizes. OptionError
+        """What another run did differently. Kernels are paired by operations and sizes. OptionError
         for what is no run.
         """
         need(other, Run, expected="a run", todo="Run.load(path) reads one", where="compare")
@@ -108,9 +108,7 @@ class Run(Document):
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Two runs, A and B: what it was and what it is, "" for what only the other one has. names: of
-    their files, or "".
-    """
+    """Two runs, A and B, and what changed from one to the other. names: of their files, or ""."""
 
     before: RunData
     after: RunData
@@ -118,7 +116,9 @@ class Comparison(Shown):
 
     @cached_property
     def changes(self) -> Sequence[tuple[str, str, str, str]]:
-        """(name, before, after, a sentence or "") of what is compared."""
+        """(name, before, after, a sentence or "") of what is compared; before or after is "" for
+        what only the other run has.
+        """
         return tuple(_changes(self.before, self.after))
 
     def to_json(self) -> str:

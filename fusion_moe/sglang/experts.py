@@ -108,7 +108,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             down_bias=biases[1],
             activation=self.activation,
         )
-        # what SGLang answers who wants to load new weights; its loader would skip experts
+        # SGLang's answer to requests to load new weights; its loader would skip experts
         layer._derived_weight_cache_error = _NO_UPDATE
         with _order():
             said = serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k)

@@ -56,7 +56,7 @@ class Slots:
 
 
 class Served:
-    """What this library does otherwise than vLLM's layers of the same names: where the adapters
+    """How these layers differ from vLLM's of the same names: where the adapters
     lie, and who adds their products.
     """
 
