@@ -22,10 +22,11 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import OptionError, did_you_mean, need_one_of
 
+T = TypeVar("T")
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: functions that wait for a process accept little more
 _KINDS = {bool: "a bool, as text 1 or 0", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
@@ -293,14 +294,19 @@ def _read(key: str) -> dict[str, Any]:
     return {name: _checked(name, value) for name, value in found.items()}
 
 
-@contextlib.contextmanager
-def using(options: Options) -> Iterator[None]:
+def using(options: Options) -> contextlib.AbstractContextManager[None]:
     """Puts exactly these options in force inside a `with` block, whatever was in force before."""
-    token = _current.set(options)
+    return during(_current, options)
+
+
+@contextlib.contextmanager
+def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Gives a context variable a value inside a `with` block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
 
 
 @contextlib.contextmanager

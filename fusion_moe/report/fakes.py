@@ -5,7 +5,6 @@ types but no memory, so that tracing it computes nothing.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars
@@ -25,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
+from ..messages.warn import log
 from .backward import type_of
 
-log = logging.getLogger("fusion_moe")
 T = TypeVar("T")
 _ASKS_FOR_VALUES = (
     DataDependentOutputException,

@@ -31,8 +31,7 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     if run.step:
         spread = f"{duration(min(run.steps))} to {duration(max(run.steps))}"
         yield "steps", f"{run.stepped:,}, the median takes {duration(run.step)}; {spread}"
-    layers = f"{count(run.depth, 'layer')}, {count(run.rows, 'row')} of experts"
-    yield "counted", layers
+    yield "counted", f"{count(run.depth, 'layer')}, {count(run.rows, 'row')} of experts"
     if run.layers:
         worst = max(run.layers, key=lambda layer: layer.imbalance)
         where = f"{worst.name}, rank {worst.rank}" if ranks else worst.name

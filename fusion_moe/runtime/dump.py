@@ -23,7 +23,6 @@ import contextlib
 import contextvars
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -72,14 +71,9 @@ def _segment(folder: Path, name: str, kernel: Kernel) -> None:
         _write(folder / f"{name}{kernel.suffix}", kernel.source)
 
 
-@contextlib.contextmanager
-def into(folder: Path) -> Iterator[None]:
+def into(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Inside the block, `binary` writes to this folder."""
-    token = _into.set(folder)
-    try:
-        yield
-    finally:
-        _into.reset(token)
+    return options.during(_into, folder)
 
 
 def binary(path: Path, source: str, suffix: str) -> None:

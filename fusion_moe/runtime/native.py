@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ import torch
 from .. import options
 from ..errors import BuildError, Error
 from ..messages.progress import waiting
+from ..messages.warn import log
 from . import build, precompile
 from .memory import Memory
 
-log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
 INCLUDE = SOURCE.parent  # the folder of descriptor.h
 TWINS = "fusion_moe_python"  # the namespace of the Python implementations

@@ -85,11 +85,8 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
     """
     need_one_of("sizes", sizes, ("called", "all"), where="preparing")
     noted: dict[Noted, None] = {}
-    token = NOTED.set(noted)
-    try:
+    with options.during(NOTED, noted):
         yield noted
-    finally:
-        NOTED.reset(token)
     compile_all(_of_all_sizes(noted) if sizes == "all" else noted)
 
 

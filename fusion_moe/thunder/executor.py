@@ -111,11 +111,8 @@ class FusionMoe(FusionExecutor):
         traces cannot be run.
         """
         heard: list[Found] = []
-        token = _listener.set(heard)
-        try:
+        with options.during(_listener, heard):
             yield heard
-        finally:
-            _listener.reset(token)
 
     def _fused(
         self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]

@@ -11,7 +11,6 @@ thunder's definition.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
@@ -41,7 +40,7 @@ from ..backends.nvfuser.values import (
 from ..definitions.walk import Walk
 from ..errors import Error, UnsupportedError, Untranslatable
 from ..ir.core import Fusion, Value
-from ..messages.warn import warn_once
+from ..messages.warn import log, warn_once
 from ..passes import PASSES
 from ..schedule.product import products
 from .graph import in_order
@@ -54,7 +53,6 @@ from .ops import (
 )
 from .quirks import thunders_nvfuser
 
-log = logging.getLogger("fusion_moe")
 _FORMS = "forms"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from ...definitions import translate
-from ...messages.warn import warn_once
+from ...messages.warn import log, warn_once
 from ...options import Options
 from ...runtime.store import key_of
 from ..regions import Found, burn, find_regions
 from ..rewrite import replace_regions
 from .log_found import log_found
 
-log = logging.getLogger("fusion_moe")
 # torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows
 # ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)

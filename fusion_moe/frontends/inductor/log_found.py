@@ -7,10 +7,8 @@ import logging
 from torch._logging._internal import trace_log, trace_structured
 
 from ...ir.text import text
-from ...messages.warn import warn_once
+from ...messages.warn import log, warn_once
 from ..regions import Found
-
-log = logging.getLogger("fusion_moe")
 
 
 def is_logged() -> bool:

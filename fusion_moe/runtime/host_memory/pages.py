@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...options import during
+
 PAGE = 2**21
 _TAKES_ADVICE = hasattr(mmap, "MADV_HUGEPAGE")
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) |^AnonHugePages: +(\d+) kB", re.MULTILINE)
@@ -40,17 +42,12 @@ class _Files:
 _files: ContextVar[_Files | None] = ContextVar("fusion_moe_files", default=None)
 
 
-@contextlib.contextmanager
-def in_files(folder: str | Path, after: int = 0) -> Iterator[None]:
+def in_files(folder: str | Path, after: int = 0) -> contextlib.AbstractContextManager[None]:
     """What `empty` makes in this block after so many bytes lies in files of a folder, each of which
     is reserved whole and has no name, so that nobody shortens it. Such a tensor is shared: child
     processes have the same one, and GPUs do not pin it. OSError for a folder without room.
     """
-    token = _files.set(_Files(folder, after))
-    try:
-        yield
-    finally:
-        _files.reset(token)
+    return during(_files, _Files(folder, after))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
