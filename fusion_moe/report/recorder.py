@@ -104,11 +104,13 @@ class _Recorder:
         self.profile, self.preempted, self.why_none = NOTHING, 0, ""
         self._lock = threading.RLock()
         self.before = self._counted_elsewhere()
-        self._find_layers()
         why = _why_not(model)
-        if why or not any(self.layers.values()):
+        if not why:
+            self._find_layers()
+            why = "" if any(self.layers.values()) else "no weights of experts"
+        if why:
             raise UnsupportedError(
-                f"a {type(model).__name__} with {why or 'no weights of experts'}",
+                f"a {type(model).__name__} with {why}",
                 expected="experts as parameters or buffers [experts, ...] that stay where they are",
                 where="record",
             )
