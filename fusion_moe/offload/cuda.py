@@ -115,7 +115,7 @@ class Cuda:
             call = bind(SPECS["fused_experts"], (), given)
             weights = weights or [*call.tensors.values()][3:]
             made.append((rows, host_program(call)))
-        return shared.model.layer(shared.model.programs(made), weights)
+        return shared.model.layer(shared.model.programs(made), weights, self.home.in_files)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""

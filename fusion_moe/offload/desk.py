@@ -36,7 +36,7 @@ class Desk:
             call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
             given = [*call.tensors.values()][3:]
             made.append((rows, host_program(call)))
-        self._layer = self._model.layer(self._model.programs(made), given)
+        self._layer = self._model.layer(self._model.programs(made), given, home.in_files)
 
     def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
         """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""

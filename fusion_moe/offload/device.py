@@ -102,9 +102,9 @@ class Home:
         return sum(t[0].nbytes for t in self.tensors.values())
 
     @property
-    def in_files(self) -> bool:
-        """Whether weights lie in files (`pages.in_files`): GPUs do not read those by themselves."""
-        return any(t.is_shared() for t in self.tensors.values())
+    def in_files(self) -> list[Tensor]:
+        """Those that lie in files (`pages.in_files`): GPUs do not read these by themselves."""
+        return [t for t in self.tensors.values() if t.is_shared()]
 
     @property
     def weighs_input(self) -> bool:

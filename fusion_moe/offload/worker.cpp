@@ -7,6 +7,7 @@
 // Python registers mailboxes, layers and programs, and the worker never calls Python.
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -80,13 +81,35 @@ class Program {
     std::vector<i64> products_, order_, sizes_;
 };
 
+// A tensor with an entry for each expert, in a file.
+struct Stored {
+    std::uintptr_t first;
+    i64 bytes;  // of an entry
+
+    // Has the system read an entry that is not in memory, without waiting for it.
+    void read_ahead(i32 expert) const {
+        static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+        const std::uintptr_t begin = first + static_cast<std::uintptr_t>(expert * bytes),
+                             from = begin / page * page;
+        madvise(reinterpret_cast<void*>(from), begin + static_cast<std::uintptr_t>(bytes) - from,
+                MADV_WILLNEED);
+    }
+};
+
+// What the programs of a layer read beside rows, ids and weights.
+struct Layer {
+    std::vector<char*> inputs;
+    std::vector<Stored> stored;
+    i64 program;   // the first one
+    i64 busy = 0;  // nanoseconds
+};
+
 // A mailbox, the memory beside it, and what answers it. Programs are for more and more rows.
 struct Model {
     Mailbox* box;
     char *rows, *ids, *weights, *results;
     std::vector<std::unique_ptr<Program>> programs;
-    std::vector<std::vector<char*>> layers;
-    std::vector<i64> programs_of, busy;  // of each layer: its first program; nanoseconds
+    std::vector<Layer> layers;
     u64 seen = 0;
 
     explicit Model(Numbers& said)
@@ -106,9 +129,10 @@ struct Model {
 
   private:
     bool compute(Team& team, std::vector<char>& memory) {
-        const auto layer = static_cast<std::size_t>(box->layer);
-        if (box->layer < 0 || layer >= layers.size() || box->rows < 0) return false;
-        auto program = static_cast<std::size_t>(programs_of[layer]);
+        if (box->layer < 0 || box->layer >= static_cast<i64>(layers.size()) || box->rows < 0)
+            return false;
+        Layer& layer = layers[static_cast<std::size_t>(box->layer)];
+        auto program = static_cast<std::size_t>(layer.program);
         while (program < programs.size() && programs[program] &&
                programs[program]->rows < box->rows)
             ++program;
@@ -116,11 +140,22 @@ struct Model {
         const Program& found = *programs[program];
         for (i64 row = box->rows; row < found.rows; ++row)
             reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
+        if (!layer.stored.empty()) read_ahead(layer);
         char* const given[] = {rows, ids, weights};
         const Clock::time_point start = Clock::now();
-        const bool good = found.run(given, layers[layer], results, memory.data(), team);
-        busy[layer] += (Clock::now() - start).count();
+        const bool good = found.run(given, layer.inputs, results, memory.data(), team);
+        layer.busy += (Clock::now() - start).count();
         return good;
+    }
+
+    void read_ahead(const Layer& layer) const {
+        const auto* const first = reinterpret_cast<const i32*>(ids);
+        std::vector<i32> named(first, first + box->rows);
+        std::sort(named.begin(), named.end());
+        named.erase(std::unique(named.begin(), named.end()), named.end());
+        for (const i32 expert : named)
+            for (const Stored& t : layer.stored)
+                if (expert >= 0) t.read_ahead(expert);
     }
 };
 
@@ -160,11 +195,15 @@ class Worker {
     }
 
     i64 add_layer(Model& model, i64 programs, Numbers& said) {
-        std::vector<char*> inputs;
-        for (const i64 address : said.list()) inputs.push_back(reinterpret_cast<char*>(address));
+        Layer layer{.program = programs};
+        for (const i64 address : said.list())
+            layer.inputs.push_back(reinterpret_cast<char*>(address));
+        for (i64 n = said.next(); n > 0; --n) {
+            const auto first = static_cast<std::uintptr_t>(said.next());
+            layer.stored.push_back({first, said.next()});
+        }
         const std::lock_guard lock(mutex_);
-        model.layers.push_back(std::move(inputs));
-        model.programs_of.push_back(programs), model.busy.push_back(0);
+        model.layers.push_back(std::move(layer));
         return static_cast<i64>(model.layers.size()) - 1;
     }
 
@@ -185,7 +224,7 @@ class Worker {
 
     i64 busy(const Model& model, i64 layer) {
         const std::lock_guard lock(mutex_);
-        return model.busy.at(static_cast<std::size_t>(layer));
+        return model.layers.at(static_cast<std::size_t>(layer)).busy;
     }
 
   private:

@@ -81,12 +81,19 @@ class Model:
             numbers += [rows, *descriptor.numbers]
         return int(library().offload_programs(self.worker.handle, self.handle, *_numbers(numbers)))
 
-    def layer(self, programs: int, weights: Sequence[Tensor]) -> int:
-        """Registers the inputs of programs after rows, ids and weights. Its number."""
+    def layer(
+        self, programs: int, weights: Sequence[Tensor], in_files: Sequence[Tensor] = ()
+    ) -> int:
+        """Registers the inputs of programs after rows, ids and weights. Its number.
+
+        in_files: those of which the system reads the experts of rows ahead.
+        """
         self._kept.append(weights)
-        addresses = counted([t.data_ptr() for t in weights])
+        numbers = [*counted([t.data_ptr() for t in weights]), len(in_files)]
+        for t in in_files:
+            numbers += [t.data_ptr(), t[0].nbytes]
         found = library().offload_layer(
-            self.worker.handle, self.handle, programs, *_numbers(addresses)
+            self.worker.handle, self.handle, programs, *_numbers(numbers)
         )
         return int(found)
 

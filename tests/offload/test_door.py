@@ -140,7 +140,7 @@ def disk(tmp_path, monkeypatch):
 
 def homes(model) -> list[bool]:
     """Whether the home of each layer's experts is in files."""
-    return [m.home.in_files for m in model.modules() if isinstance(m, OffloadedExperts)]
+    return [bool(m.home.in_files) for m in model.modules() if isinstance(m, OffloadedExperts)]
 
 
 @pytest.mark.parametrize("slots", [0, 3])

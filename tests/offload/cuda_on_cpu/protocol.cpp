@@ -76,9 +76,9 @@ int run() {
         // inputs, results, workspace, offsets, entry, products, order, sizes
         said.insert(said.end(),
                     {rows, 4, 1, 0, 0, 0, (long long)plus, 0, 5, 0, 1, 2, 3, 4, 1, rows});
-    const long long weights[] = {1, (long long)gpu.of};
+    const long long weights[] = {1, (long long)gpu.of, 0};
     const i64 programs = offload_programs(worker, model, said.data(), i64(said.size()));
-    offload_layer(worker, model, programs, weights, 2);
+    offload_layer(worker, model, programs, weights, 3);
     for (i32 i = 0; i < ROWS; ++i) gpu.slot_of[i] = ROWS - 1 - i;
     for (i32 e = 0; e < E; ++e) gpu.of[e] = float(100 * e);
 
