@@ -290,7 +290,7 @@ def _compressed_step(source: Source, weight: StoredWeight) -> Step:
         raise UnsupportedError(
             f"{weight.name} in {found}{', all experts in one tensor' if scheme else ''}",
             expected="single matrices in integers or MXFP4",
-            todo='to="modelopt" writes NVFP4, and MXFP4 of any kind',
+            todo="modelopt's form has NVFP4, and MXFP4 of any kind",
             where="convert",
         )
     return encoded_step(scheme, weight.name, weight.shape, lambda: source.quantized(weight))

@@ -76,11 +76,13 @@ def quantize(
     source = Source.open(src)
     experts = dict(_experts(source, Rounding(form.scheme, rule, skip)))
     if not experts:
+        known = "…experts.0.up_proj.weight, w1, w3, w2, …experts.gate_up_proj"
         raise UnsupportedError(
             "experts that are quantized already" if source.weights else "no experts",
             expected="experts in bfloat16, float16, float32 or FP8",
-            todo="convert rewrites quantized ones; names that are known: "
-            "…experts.0.up_proj.weight, w1, w3, w2, …experts.gate_up_proj",
+            todo="convert writes them in another form"
+            if source.weights
+            else f"names that are known: {known}",
             where=str(src),
         )
 

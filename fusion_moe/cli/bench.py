@@ -105,7 +105,9 @@ def bench(
     ] = "",
     to: Annotated[To, typer.Option(help="The format of experts in floats.")] = "nvfp4",
     layers: Annotated[int, typer.Option(min=0, help="With --config; 0: all of them.")] = 0,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences. [default: 1]")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences; may be repeated. [default: 1]")
+    ] = None,
     after: Annotated[int, typer.Option(min=1, help="Tokens before those decoded.")] = 512,
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt. [default: 4096, 512 on CPUs]")
@@ -113,7 +115,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=2, help="Runs, of which the median counts.")] = 7,
     device: Device = "",
 ) -> Bench:
-    """Time decoding and prompts, and compare memory, with experts in few bits and in bf16.
+    """Time decoding and prompts beside the same model in bf16. Compares memory too.
 
     In turns. On a GPU all decode under CUDA graphs; on CPUs nothing is compiled.
     """

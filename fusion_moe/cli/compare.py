@@ -36,7 +36,7 @@ class Compared(Result):
 
 
 def compare(before: _Run, after: _Run) -> Compared:
-    """What two recorded runs did differently: steps, experts, kernels, and what was compiled."""
+    """What two recorded runs did differently. In steps, experts, kernels, and what was compiled."""
     from ..report import Run
 
     return Compared(Run.load(before).compare(Run.load(after)))

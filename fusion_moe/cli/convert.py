@@ -48,9 +48,9 @@ def convert(
     ] = None,
     dry_run: DryRun = False,
 ) -> Inspection:
-    """Write SRC in another form, without loss, read it again and compare.
+    """Write SRC in another form, without loss. Reads it again and compares.
 
-    Prints what `inspect DST` prints.
+    Reads it again and compares. Prints what `inspect DST` prints.
     """
     if dtype is not None and to != "dense":
         raise OptionError(

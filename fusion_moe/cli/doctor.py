@@ -34,7 +34,7 @@ class Diagnosis(Result):
 
 
 def doctor() -> Diagnosis:
-    """What this machine runs: CPU, GPU, compilers, nvFuser, thunder, versions; why not the rest,
-    and what to do.
+    """What this machine runs, why not the rest, and what to do. CPU, GPU, compilers, nvFuser,
+    thunder, versions.
     """
     return Diagnosis(environment())

@@ -51,7 +51,7 @@ class Evaluated(Result):
             low, high = (f"{100 * end:+.3f}" for end in difference.interval)
             change = f"{100 * difference.perplexity:+.3f} % ({low} to {high})"
             rows += [
-                (f"perplexity, of {self.against}", change),
+                (f"perplexity, change from {self.against}", change),
                 ("KL divergence", f"{difference.kl:.3g} nats"),
                 ("same likeliest token", f"{100 * difference.same_token:.2f} %"),
             ]
@@ -75,8 +75,10 @@ def evaluate(
         int, typer.Option(min=2, help="Tokens that the model reads at once, with half an overlap.")
     ] = 1024,
 ) -> Evaluated:
-    """How well a model predicts a text: bits per byte and perplexity; against another model also
-    the change, the KL divergence of its tokens, and whether routers choose the same experts.
+    """How well a model predicts a text, and beside another model.
+
+    Bits per byte and perplexity; against another model also the change with the interval that holds
+    95 %, the KL divergence of its tokens, and whether routers choose the same experts.
 
     Runs in bfloat16, on a GPU if there is one.
     """

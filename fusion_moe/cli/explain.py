@@ -85,8 +85,9 @@ def explain(
         Path | None, typer.Option(help="A file to write: .html, .json or .txt.")
     ] = None,
 ) -> Explanation:
-    """What of a model is fused, what is not, and why: from its configuration and headers, on fake
-    tensors. No weight is read.
+    """What of a model is fused, what is not, and why.
+
+    From its configuration and headers, on fake tensors; no weight is read.
     """
     from ..report import explain as report_of
 

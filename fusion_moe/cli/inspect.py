@@ -143,8 +143,9 @@ def inspect(
         ),
     ] = None,
 ) -> Inspection:
-    """What a directory holds: its weights by format, bytes, what multiplies by them here, problems.
-    Reads headers alone.
+    """What a directory holds, and what is wrong with it.
+
+    Its weights by format, their bytes, what multiplies by them here. Reads headers alone.
     """
     return inspection(directory, values, against)
 

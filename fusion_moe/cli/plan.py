@@ -72,7 +72,7 @@ def plan(
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
     ] = plans.KV_TOKENS,
 ) -> Planned:
-    """What of a model fits on a GPU and what stays in memory, and how fast that would be.
+    """What of a model fits on a GPU, and how fast that would be. The rest stays in memory.
 
     Reads headers only, and needs no GPU.
     """

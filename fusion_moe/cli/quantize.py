@@ -41,10 +41,11 @@ def quantize(
     ] = None,
     dry_run: DryRun = False,
 ) -> Inspection:
-    """Write SRC with its experts in few bits, from bfloat16, float16, float32 or FP8, without
+    """Write SRC with its experts in few bits. From bfloat16, float16, float32 or FP8, without
     building the model.
 
-    Prints what `inspect DST` prints; for a file of GGUF with `--against SRC`.
+    From bfloat16, float16, float32 or FP8, without building the model. Prints what `inspect DST`
+    prints; for a file of GGUF with `--against SRC`.
     """
     write = partial(quantized, src, dst, to=to, scales=scales, skip=skip or ())
     return written(src, write, dry_run, against=src if src.suffix == GGUF else None)

@@ -114,7 +114,7 @@ def run(
     ] = None,
     json: bool = False,
 ) -> Run:
-    """Answer a prompt, or chat; Ctrl-C ends an answer. Experts in floats are rounded to NVFP4 while
+    """Answer a prompt, or chat. Ctrl-C ends an answer; experts in floats are rounded to NVFP4 while
     they are read.
 
     Says how many tokens a second, in how much memory, by which kernels. On a GPU the first step

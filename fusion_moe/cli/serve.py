@@ -8,7 +8,7 @@ from .output import UNSUPPORTED
 
 
 def serve(context: typer.Context) -> None:
-    """Run `transformers serve` with these arguments: it then opens what this library reads."""
+    """Run transformers' server on what this library reads. Arguments of `transformers serve`."""
     from transformers.cli.transformers import app
 
     import fusion_moe.transformers  # noqa: F401
@@ -16,5 +16,6 @@ def serve(context: typer.Context) -> None:
     try:
         app(["serve", *context.args], prog_name="fusion-moe")
     except ImportError as error:  # it says what to install
-        typer.echo(f"fusion-moe: {error}", err=True)
+        todo = "the extra serve installs it: pip install '.[serve]' in a clone"
+        typer.echo(f"fusion-moe: {error}; {todo}", err=True)
         raise typer.Exit(UNSUPPORTED) from None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import logging
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,6 +42,7 @@ from ..plugins import message, raised_at
 log = logging.getLogger("fusion_moe")
 BUILTIN = "fusion_moe_translators"
 ENTRY_POINTS = "fusion_moe.translators"
+REFUSAL = "Untranslatable(reason) for a call that it does not support"
 Operation = str | OpOverload | OpOverloadPacket | CustomOpDef
 
 
@@ -80,24 +82,38 @@ class Translator:
                     error.found, expected=error.expected, where=error.where
                 ) from error
             where = raised_at(error, self._is_own) or self.where
-            raise self.fault("failed", error, "values", where) from error
+            wanted = self._parameters(error, fd, args, kwargs) or f"values, or {REFUSAL}"
+            raise self.fault("failed", error, wanted, where) from error
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         self._check(fd, outputs, expected)
         return outputs
 
     def fault(self, what: str, error: Exception, expected: str, where: str) -> TranslatorError:
         """What an error says that this translator caused. One of the library says itself what it
-        expected; otherwise that is `expected`, or a refusal.
+        expected; otherwise that is `expected`.
         """
         said, todo = message(error), ""
         if isinstance(error, Error):
             place = f"{error.where}: " if error.where else ""
             said = f"{type(error).__name__}: {place}{error.found}"
             expected, todo = error.expected, error.todo
-        else:
-            expected += ", or Untranslatable(reason) for a call that it does not support"
         found = f"the translator of {self.op} {what}: {said}"
         return TranslatorError(found, expected=expected, todo=todo, where=where)
+
+    def _parameters(
+        self, error: Exception, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str:
+        """The parameters that the function should have, if it cannot be called with a call's; else
+        "".
+        """
+        if not isinstance(error, TypeError):
+            return ""
+        try:
+            inspect.signature(self.function).bind(fd, *args, **kwargs)
+        except TypeError:
+            schema = overload_of(self.op)._schema
+            return f"the parameters fd, then the schema's with its defaults: {schema}"
+        return ""
 
     @property
     def of_user(self) -> bool:

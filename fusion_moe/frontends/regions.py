@@ -382,6 +382,8 @@ def _at_fault(n: Node, error: Exception) -> TranslatorError:
     translator = translate.find(op_name(n))
     assert translator is not None
     what = "returned operations that do not compile"
-    fault = translator.fault(what, error, "operations that compile", translator.where)
+    fault = translator.fault(
+        what, error, f"operations that compile, or {translate.REFUSAL}", translator.where
+    )
     fault.__cause__ = error
     return fault

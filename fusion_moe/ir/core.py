@@ -39,6 +39,18 @@ _TORCHS = {
     "permute": "t T mT transpose",
     "slice": "narrow chunk split",
 }
+# names of torch that are several operations
+_MADE_OF = {
+    "clamp": "fd.ops.minimum and fd.ops.maximum",
+    "clip": "fd.ops.minimum and fd.ops.maximum",
+    "exp2": "fd.ops.exp(x * 0.6931471805599453)",
+    "gelu": "fd.ops.erf, or fd.ops.tanh",
+    "leaky_relu": "fd.ops.where",
+    "mean": "fd.ops.sum, and a product",
+    "softmax": "fd.ops.logsumexp, and fd.ops.exp of what is left",
+    "softplus": "fd.ops.log1p(fd.ops.exp(x))",
+    "square": "x * x",
+}
 
 
 class NoOperationError(FusionError, AttributeError):
@@ -50,6 +62,8 @@ def no_operation(found: str, name: str, kinds: Iterable[str]) -> NoOperationErro
     like = [kind for kind, names in _TORCHS.items() if name in names.split()]
     for kind in (*(k for k in kinds if k == name), *like):
         return NoOperationError(found, expected=f"fd.ops.{kind}")
+    if name in _MADE_OF:
+        return NoOperationError(found, expected=_MADE_OF[name])
     return NoOperationError(found, expected="one of dir(fd.ops)", todo=did_you_mean(name, kinds))
 
 

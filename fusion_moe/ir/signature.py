@@ -21,7 +21,7 @@ import torch
 
 from ..errors import FusionError
 from .sizes import Size, is_size
-from .types import Groups, Rows, TensorType
+from .types import Groups, Rows, TensorType, called_here
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -145,7 +145,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     value, options = _as_pythons(value), get_args(hint) or (hint,)
     if any(_is(value, option) for option in options):
         return value
-    raise FusionError(f"{name} = {value!r}", expected=_described(hint))
+    raise FusionError(f"{name} = {value!r}", expected=_described(hint), todo=called_here(value))
 
 
 def _is(value: Any, hint: Any) -> bool:

@@ -43,6 +43,13 @@ INTS = ("i64", "i32")
 MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 
 
+def called_here(dtype: object) -> str:
+    """Advice about torch.bfloat16 or "bfloat16" where a name is expected; "" for anything else."""
+    of_torch = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = _NAMES.get(of_torch) if isinstance(of_torch, torch.dtype) else None
+    return f"{dtype} is {name!r} here" if name else ""
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bf16"; a dtype that the IR does not have raises DtypeError."""
     if dtype not in _NAMES:

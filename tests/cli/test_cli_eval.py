@@ -55,6 +55,7 @@ def test_text(quantized, text):
     result = run("eval", quantized, "--text", text, "--window", 64)
     assert result.exit_code == 0, result.output
     assert "bits per byte" in result.stdout
+    assert "change from" not in result.stdout
     assert "KL" not in result.stdout
     assert result.stdout.splitlines()[2].startswith("bits per byte")
 

@@ -32,6 +32,7 @@ def test_help():
     shown = [run("--help"), *(run(command, "--help") for command in COMMANDS)]
     assert [result.exit_code for result in shown] == [0] * len(shown)
     assert all("Examples:" in result.output for result in shown[1:])
+    assert "..." not in shown[0].output.partition("Commands:")[2]
     assert run("--version").output == f"fusion_moe {fusion_moe.__version__}\n"
 
 

@@ -67,6 +67,9 @@ def test_messages_about_what_a_tensor_has(golden):
                 "its shape": lambda: x.shape,
                 "misspelt": lambda: fd.ops.rellu(x),
                 "a method as an operation": lambda: fd.ops.float(x),
+                "of several operations": lambda: fd.ops.clamp(x, 0.0, 1.0),
+                "a dtype of torch": lambda: fd.ops.cast(x, dtype=torch.float32),
+                "its name in torch": lambda: fd.ops.cast(x, dtype="bfloat16"),
             }
         )
     )

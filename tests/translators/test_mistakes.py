@@ -140,6 +140,14 @@ FAULTS = {
         lambda fd, x: torch.relu(x),
         "torch's relu of t4, f32[5/g0, 16]; expected fd.ops.relu",
     ),
+    "other parameters than the schema's": (
+        lambda fd, x, y: x,
+        "expected the parameters fd, then the schema's with its defaults: bad_translators::twice(",
+    ),
+    "a TypeError of its own": (
+        lambda fd, x: len(x),
+        "expected values, or Untranslatable(reason) for a call that it does not support",
+    ),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
     "an error without text": (unprintable, "failed: Unprintable; "),

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
-from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, plain
+from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, called_here, plain
 from .rules import (
     Types,
     joined_dtype,
@@ -100,7 +100,11 @@ def _logical(*types: Any) -> Types:
 def _cast_type(x: TensorType, dtype: str) -> Types:
     """x in another dtype, rounded once: bf16, f16, f32, f64, f8e4m3, i32, i64, u8, bool, ..."""
     if dtype not in DTYPES:
-        raise DtypeError(f"dtype={dtype!r}", expected=f"one of {', '.join(DTYPES)}")
+        raise DtypeError(
+            f"dtype={dtype!r}",
+            expected=f"one of {', '.join(DTYPES)}",
+            todo=called_here(dtype),
+        )
     need_dtype("x", x, *DTYPES)
     return (need_tensor("x", x).with_(dtype=dtype, ends=None),)
 
