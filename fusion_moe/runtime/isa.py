@@ -16,34 +16,25 @@ import ctypes
 import itertools
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from .. import options
 from ..errors import OptionError
 
-
-@dataclass(frozen=True)
-class _Tier:
-    """needs: names in /proc/cpuinfo that define the tier; uses: features that its kernels use if
-    present (`#ifdef __AVX512BF16__`).
-    """
-
-    needs: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-
-
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
 _AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
-_TIERS = {
-    "amx": _Tier(_AMX),
-    "avx512": _Tier(_AVX512, ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
-    "avx2": _Tier(_AVX2),
-    "generic": _Tier(),
+# what defines each tier, by the names in /proc/cpuinfo; the best first
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "amx": _AMX,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "generic": (),
 }
-TIERS = tuple(_TIERS)  # the best first
+# what its kernels use beside that, if the CPU has it (`#ifdef __AVX512BF16__`)
+_USES = {"avx512": ("avx512_bf16", "avx512_vnni", "avx512_fp16")}
+TIERS = tuple(_NEEDS)
 # if it is not -m and the name
 _FLAGS = {
     "bmi1": "-mbmi",
@@ -80,14 +71,14 @@ def available() -> tuple[str, ...]:
     """The tiers that this machine can run, the best first; the last is always 'generic'."""
     return tuple(
         name
-        for name, tier in _TIERS.items()
-        if features().issuperset(tier.needs) and (name != "amx" or _may_use_tiles())
+        for name, needs in _NEEDS.items()
+        if features().issuperset(needs) and (name != "amx" or _may_use_tiles())
     )
 
 
 def lacking(tier: str) -> tuple[str, ...]:
     """The features that this CPU lacks for a tier, as /proc/cpuinfo names them."""
-    return tuple(name for name in _TIERS[tier].needs if name not in features())
+    return tuple(name for name in _NEEDS[tier] if name not in features())
 
 
 @cache
@@ -114,11 +105,8 @@ def compiler_flags(tier: str, having: Collection[str] | None = None) -> tuple[st
     this one's).
     """
     having = features() if having is None else having
-    wanted = _TIERS[tier]
-    return tuple(
-        _FLAGS.get(name, "-m" + name.replace("_", ""))
-        for name in (*wanted.needs, *(u for u in wanted.uses if u in having))
-    )
+    used = (name for name in _USES.get(tier, ()) if name in having)
+    return tuple(_FLAGS.get(name, "-m" + name.replace("_", "")) for name in (*_NEEDS[tier], *used))
 
 
 def _may_use_tiles() -> bool:

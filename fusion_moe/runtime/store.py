@@ -78,22 +78,17 @@ def folder() -> Path:
     is none.
     """
     wanted = _wanted()
-    why = _why_unusable(wanted)
+    why = why_unusable(wanted)
     if not why:
         return wanted
     other = Path(os.path.realpath(tempfile.gettempdir()), f"fusion_moe-{os.geteuid()}")
-    if why_not := _why_unusable(other):
+    if why_not := why_unusable(other):
         raise OSError(f"cache_dir {wanted} {why}, and the temporary folder {other} {why_not}")
     warn_once(
         f"cache_dir {wanted} {why}; using {other} for compiled kernels; set "
         "FUSION_MOE_CACHE_DIR to another folder"
     )
     return other
-
-
-def why_unusable() -> str:
-    """Why new files do not go to cache_dir, which is created if missing; "" if they do."""
-    return _why_unusable(_wanted())
 
 
 @contextlib.contextmanager
@@ -163,10 +158,11 @@ def _wanted() -> Path:
     return Path(os.path.realpath(Path(options.current().cache_dir).expanduser()))
 
 
-def _why_unusable(folder: Path) -> str:
-    """Why files must not be written to a folder, which is created if missing; empty if they can
-    be.
+def why_unusable(where: Path | None = None) -> str:
+    """Why files must not be written to a folder, by default cache_dir, which is created if missing;
+    "" if they can be.
     """
+    folder = where or _wanted()
     try:
         for place in (*reversed(folder.parents), folder):
             if not place.is_dir():
