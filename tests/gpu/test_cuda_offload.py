@@ -20,9 +20,11 @@ from fusion_moe.layouts.w16x64 import W16X64
 from fusion_moe.nn import Experts, swiglu
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
+from fusion_moe.offload.door import _into_files
 from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.split import Constants
 from fusion_moe.offload.worker import Worker
+from fusion_moe.runtime.host_memory import pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
 E, H, I, K = 32, 512, 256, 4
@@ -274,6 +276,21 @@ def test_all_experts_there_cost_no_word_to_the_worker():
         found(*call(tokens))
     fusion_moe.synchronize()
     assert int(box[0]) == 0
+
+
+def test_homes_in_files(tmp_path):
+    """Steps copy nothing from there; the cache does, and long steps."""
+    plain = layer()
+    with pages.in_files(tmp_path):
+        _into_files(plain)
+    found = offloaded(plain, 8, COPIES, every=2, spare=4)
+    assert found.home.in_files
+    for tokens in (1, 8, 40, 3, 200):
+        args = call(tokens, seed=tokens)
+        assert_near(found(*args), on_cpu(plain, *args))
+        assert bool(found.counters.copied) == (tokens == 200)
+    assert found.counters.computed
+    assert found.counters.loaded >= 7
 
 
 def test_a_long_step_without_room_for_copies():
