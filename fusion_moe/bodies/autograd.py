@@ -265,11 +265,9 @@ class _Step:
         """
         if isinstance(self.programs, Error):
             return operation(), []
-        derivative, count, inputs = (
-            self.programs.derivative,
-            self.programs.results,
-            grouped(tensors, self.parts),
-        )
+        derivative = self.programs.derivative
+        count = self.programs.results
+        inputs = grouped(tensors, self.parts)
         if not self.programs.saves:
             result = operation()
             made = zip(

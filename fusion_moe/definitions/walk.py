@@ -94,10 +94,8 @@ class Walk:
             if translator is None:
                 raise Untranslatable(f"{op_name(n)}, which has no translator")
             with self.fd.at(source_of(n), translator.where):
-                args, kwargs = (
-                    [self._argument(n, a) for a in n.args],
-                    {k: self._argument(n, v) for k, v in n.kwargs.items()},
-                )
+                args = [self._argument(n, a) for a in n.args]
+                kwargs = {k: self._argument(n, v) for k, v in n.kwargs.items()}
                 try:
                     outputs = translator(
                         self.fd, args, kwargs, [self.type_of(v) for v in tensors(n.meta["val"])]
@@ -116,10 +114,8 @@ class Walk:
         pair = self._unrelated(n) if of_sizes or returned_other_types else None
         if pair is None:
             return error
-        found, expected = (
-            (f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal"),
-            "dimensions that the trace relates",
-        )
+        found = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal"
+        expected = "dimensions that the trace relates"
         check = "torch._check(a.shape[i] == b.shape[j])"
         if not translator.of_user:
             return Untranslatable(

@@ -290,11 +290,9 @@ class Fusion:
         """This Fusion; FusionError unless values are made before they are read, types follow their
         rules, and partitions are made once.
         """
-        seen, partitions, rows = (
-            set(self.inputs),
-            [v.type.ends.name for v in self.inputs if v.type.ends],
-            Partitions(),
-        )
+        seen = set(self.inputs)
+        partitions = [v.type.ends.name for v in self.inputs if v.type.ends]
+        rows = Partitions()
         rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
             raise FusionError(
@@ -426,6 +424,14 @@ class Fusion:
             for v in dict.fromkeys(op.values):
                 readers.setdefault(v, []).append(op)
         return {v: tuple(ops) for v, ops in readers.items()}
+
+    def only_reader(self, value: Value, kind: str) -> Op | None:
+        """The operation that reads a value, if it is of this kind, and nothing else reads it: it is
+        no output either.
+        """
+        readers = self.readers.get(value, ())
+        alone = len(readers) == 1 and value not in self.outputs
+        return of_kind(readers[0], (kind,)) if alone else None
 
     def role(self, value: Value) -> str:
         """One of "argument", "weight" and "state"."""

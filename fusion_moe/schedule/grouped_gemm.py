@@ -112,10 +112,8 @@ def _of_two(
     fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target
 ) -> str | None:
     """Why a kernel cannot make the tiles of another product beside those of the main one."""
-    alike, most = (
-        main.result.type == other.result.type and not other.b.type.quantized,
-        target.added_features.get(main.kind, 0),
-    )
+    alike = main.result.type == other.result.type and not other.b.type.quantized
+    most = target.added_features.get(main.kind, 0)
     if not alike or not most:
         names = " and ".join(op.kind.name for op in fusion.ops if op in (main.op, other.op))
         return f"{names} are two products: a kernel has accumulators for one"

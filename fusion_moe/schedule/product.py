@@ -126,7 +126,5 @@ def quantized_result(fusion: Fusion) -> Op | None:
     made = dependent(fusion.ops, [p.result for p in products(fusion)])
     for op in fusion.ops:
         if op.kind.name == "quantize" and op.values[0] in made:
-            readers = fusion.readers.get(op.outputs[0], ())
-            alone = len(readers) == 1 and readers[0].kind.name == "unpack"
-            return readers[0] if alone and op.outputs[0] not in fusion.outputs else None
+            return fusion.only_reader(op.outputs[0], "unpack")
     return None

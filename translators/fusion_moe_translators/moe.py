@@ -418,10 +418,8 @@ def expert_mlp(
     """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [...,
     H]
     """
-    gate_up, down = (
-        (gate_up_codes, gate_up_block_scale, gate_up_decode_scale),
-        (down_codes, down_block_scale, down_decode_scale),
-    )
+    gate_up = (gate_up_codes, gate_up_block_scale, gate_up_decode_scale)
+    down = (down_codes, down_block_scale, down_decode_scale)
     return fused_experts(
         fd,
         x,

@@ -24,16 +24,12 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     ours = {i: k.launch for i, k in enumerate(kernels) if isinstance(k.launch, Launch)}
     if not ours:
         return tuple(kernels), None
-    sources, tier = (
-        [launch.source for launch in ours.values()],
-        next(iter(ours.values())).library.tier,
-    )
-    program = (
-        _Program(fusion, [k.segment for k in kernels], sources)
-        if len(ours) == len(kernels)
-        else None
-    )
-    whole = program if program and program.fits else None
+    sources = [launch.source for launch in ours.values()]
+    whole = None
+    if len(ours) == len(kernels):
+        program = _Program(fusion, [k.segment for k in kernels], sources)
+        whole = program if program.fits else None
+    tier = next(iter(ours.values())).library.tier
     library = Library(sources, tier, whole.steps() if whole else ())
     part = {i: Launch(library, n) for n, i in enumerate(ours)}
     joined = tuple(replace(k, launch=part[i]) if i in part else k for i, k in enumerate(kernels))
@@ -133,8 +129,6 @@ def _names(segment: Segment, source: Source) -> dict[Value, Value]:
     """The program's values for those in a segment's memory: contracting may have made new inputs
     and outputs.
     """
-    mine, whole = (
-        (*source.fusion.inputs, *source.fusion.outputs),
-        (*segment.inputs, *segment.outputs),
-    )
+    mine = (*source.fusion.inputs, *source.fusion.outputs)
+    whole = (*segment.inputs, *segment.outputs)
     return dict(zip(mine, whole, strict=True)) | {v: v for v in source.memory if v not in mine}

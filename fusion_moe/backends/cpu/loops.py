@@ -47,14 +47,14 @@ def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
     """Codes and block scales of a quantized value that consists only of these and is not stored in
     another form.
     """
-    readers = fusion.readers.get(op.outputs[0], ())
-    if op.outputs[0] in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
+    unpack = fusion.only_reader(op.outputs[0], "unpack")
+    if unpack is None:
         raise Inexpressible(
             op,
             f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here",
             expected="quantize followed by unpack",
         )
-    codes, scales = readers[0].outputs
+    codes, scales = unpack.outputs
     return codes, scales
 
 
@@ -295,11 +295,9 @@ class _Writer(SegmentWriter):
 
     def _quantize_squares(self, op: Op) -> list[str]:
         """Blocks of as many rows as columns, the last ones of a matrix shorter; block m is `i`."""
-        (x,), (codes, scales), encoding = (
-            op.values,
-            _unpacked(self.fusion, op),
-            op.encoding,
-        )
+        (x,) = op.values
+        codes, scales = _unpacked(self.fusion, op)
+        encoding = op.encoding
         *lead, n, k = x.type.shape
         block, columns, made = encoding.block, known(k), self.elements()
         (rows, across), all_rows = (
@@ -342,10 +340,8 @@ class _Writer(SegmentWriter):
         body = self._blocks_of_columns(
             op, [*reshaped([_ROW], (rows,), (*lead, n)), _J], str(encoding.block)
         )
-        lines, blocks = (
-            [f"const i64 first = m * {encoding.block}, at = m;", *body],
-            f"{size(rows)} / {encoding.block}",
-        )
+        lines = [f"const i64 first = m * {encoding.block}, at = m;", *body]
+        blocks = f"{size(rows)} / {encoding.block}"
         return [
             f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{",
             *inner(lines),
@@ -356,17 +352,13 @@ class _Writer(SegmentWriter):
         """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and
         the scale of zeros in blocks without rows.
         """
-        (x, ends), (codes, scales), block = (
-            op.values,
-            _unpacked(self.fusion, op),
-            op.encoding.block,
-        )
-        (rows, k), (blocks, _), groups, end = (
-            x.type.shape,
-            scales.type.shape,
-            size(ends.type.shape[0]),
-            self.array(ends),
-        )
+        x, ends = op.values
+        codes, scales = _unpacked(self.fusion, op)
+        block = op.encoding.block
+        rows, k = x.type.shape
+        blocks, _ = scales.type.shape
+        groups = size(ends.type.shape[0])
+        end = self.array(ends)
         body = [
             f"const i64 start = m == 0 ? 0 : {end}[m - 1];",
             f"for (i64 first = start; first < {end}[m]; first += {block}) {{",
@@ -390,16 +382,12 @@ class _Writer(SegmentWriter):
 
     def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
         """Block `at` of each column j, which has `count` rows from `first` on."""
-        encoding, (codes, scales), made = (
-            op.encoding,
-            _unpacked(self.fusion, op),
-            self.elements(),
-        )
-        element, block, columns = (
-            made.of(op.values[0], at),
-            encoding.block,
-            size(plain(op.values[0].type.shape[-1])),
-        )
+        encoding = op.encoding
+        codes, scales = _unpacked(self.fusion, op)
+        made = self.elements()
+        element = made.of(op.values[0], at)
+        block = encoding.block
+        columns = size(plain(op.values[0].type.shape[-1]))
         return [
             "for (i64 j = j0; j < j1; ++j) {",
             f"    float block[{block}] = {{}};",

@@ -73,19 +73,15 @@ def _grouped_mm(
     """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as defined by the kind grouped_mm."""
     check_ends(ends, a.shape[0], "ends")
     g, n, k = w.shape
-    parts, out = (
-        w if isinstance(w, Quantized) else (w,),
-        torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device),
-    )
+    parts = w if isinstance(w, Quantized) else (w,)
+    out = torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device)
     runs = max(
         [t[:1].numel() for part, t in zip(encoding.parts, parts, strict=True) if part.of_matrix],
         default=1,
     )
     tensors = (*parts, *[None] * (PARTS - len(parts)), ends, a, out)
-    arrays, sizes = (
-        [t if t is None else t.contiguous() for t in tensors],
-        (g, n, k, runs, a.shape[0]),
-    )
+    arrays = [t if t is None else t.contiguous() for t in tensors]
+    sizes = (g, n, k, runs, a.shape[0])
     pointers = (ctypes.c_void_p * len(arrays))(*[t if t is None else t.data_ptr() for t in arrays])
     entry(
         pointers,

@@ -59,17 +59,16 @@ class Copy:
                 f"quantizing {op.values[0].type} has no kernel here, expected "
                 f"a multiple of {multiple} columns",
             )
-        readers, e2m1 = fusion.readers.get(made, ()), encoding.name in e2m1_copies.SCALES
-        relaid = [(r.kind.name, len(r.values), r.attrs.get("layout")) for r in readers]
-        if e2m1 and made not in fusion.outputs and relaid == [("relayout", 1, e2m1_copies.LAYOUT)]:
-            (made,) = readers[0].outputs
-            readers = fusion.readers.get(made, ())
-        if made in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
+        e2m1, relaid = encoding.name in e2m1_copies.SCALES, fusion.only_reader(made, "relayout")
+        if e2m1 and relaid and relaid.attrs["layout"] == e2m1_copies.LAYOUT:
+            (made,) = relaid.outputs
+        unpack = fusion.only_reader(made, "unpack")
+        if unpack is None:
             raise Inexpressible(
                 op,
                 f"{made.name} {made.type} has no kernel here, expected quantize followed by unpack",
             )
-        parts = readers[0].outputs
+        parts = unpack.outputs
         numbers = None if e2m1 else _numbers(fusion, parts)
         codes, scales = (v if _read_apart(fusion, v, numbers) else None for v in parts)
         if turned := _turned(fusion, codes):
@@ -140,10 +139,8 @@ def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
 
 def _turned(fusion: Fusion, codes: Value | None) -> Value | None:
     """The only reading of codes, if that is by columns."""
-    if codes is None or codes in fusion.outputs:
-        return None
-    readers = fusion.readers.get(codes, ())
-    return readers[0].outputs[0] if [r.kind.name for r in readers] == ["turn_runs"] else None
+    turn = fusion.only_reader(codes, "turn_runs") if codes else None
+    return turn.outputs[0] if turn else None
 
 
 def _both_ways(fusion: Fusion, parts: Sequence[Value]) -> tuple[Value, ...]:
@@ -248,11 +245,9 @@ def _places(source: Source, copy: Copy) -> str:
 def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel that decodes a saved copy. left: values that are not in memory yet."""
     (packed, ends), (numbers,) = op.values, op.outputs
-    width, rows, groups = (
-        known(numbers.type.shape[-1]),
-        plain(numbers.type.shape[0]),
-        known(ends.type.shape[0]),
-    )
+    width = known(numbers.type.shape[-1])
+    rows = plain(numbers.type.shape[0])
+    groups = known(ends.type.shape[0])
     stored_parts = source.fusion.producers[packed].values
     if packed.type.encoding is FP8_COLUMNS:
         return block_copies.reading(source, name, stored_parts, ends, numbers, left)

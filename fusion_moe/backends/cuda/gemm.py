@@ -469,7 +469,9 @@ class Operand:
 
     def __init__(self, owner: Source, v: Value, columns: int, name: str):
         self.owner, self.value, self.columns, self.name = owner, v, columns, name
-        found = owner.elements(without=owner.made_later).row_in_memory(v, _M, columns)
+        made = owner.elements(without=owner.made_later)
+        found = made.row_in_memory(v, _M, columns)
+        self._lines = made.lines
         self.scratch = (
             [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
         )
@@ -497,22 +499,16 @@ class Operand:
 
     def functions(self) -> list[str]:
         """The matrix, the gather of row m, and which of the matrix's rows it is."""
-        made = self.owner.elements(without=self.owner.made_later)
-        found = made.row_in_memory(self.value, _M, self.columns)
-        matrix, row = (
-            (self.owner.names[found[0]], found[1]) if found else (self.scratch[0].name, _M)
-        )
-        picked, checked = _unchecked(row)
-        dtype, picks = (
-            stored(self.value),
-            [op for op in self.owner.fusion.ops if op.kind.name == "index_select"],
-        )
+        held, dtype = self._matrix, stored(self.value)
+        matrix = held.name if isinstance(held, Array) else self.owner.names[held]
+        picked, checked = _unchecked(self.row)
+        picks = [op for op in self.owner.fusion.ops if op.kind.name == "index_select"]
         index = "i32" if all(op.values[1].type.dtype == "i32" for op in picks) else "i64"
         return [
             f"using {self.name.upper()}Index = {index};  // what {self.name}_index fits in",
             f"__device__ const {dtype}* {self.name}_matrix() const {{ return {matrix}; }}",
             f"__device__ __forceinline__ i64 {self.name}_index(i64 m) const {{",
-            *inner([*made.lines, f"return {picked};"]),
+            *inner([*self._lines, f"return {picked};"]),
             "}",
             f"__device__ __forceinline__ i64 {self.name}_row_of(i64 index) const {{ return "
             f"{checked}; }}",

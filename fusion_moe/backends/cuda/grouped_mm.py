@@ -85,11 +85,11 @@ class Product(PlannedSource):
                 f"matrices of {plan.k} columns have no kernel here",
                 expected=f"a multiple of {_COLUMNS_PER_THREAD}",
             )
-        found = self.rows_in_memory(self.elements())
-        # the matrix in memory whose rows are the activations
-        self.matrix = found[0] if found else None
-        # whether its row m is row m of the activations
-        self._natural_order = found is not None and found[1] == _M
+        made = self.elements()
+        found: tuple[Value | None, Index] = self.rows_in_memory(made) or (None, _M)
+        # the matrix in memory whose rows are the activations, and which of its rows row m is
+        self.matrix, self._matrix_row = found
+        self._row_lines = made.lines
         self.scratch.append(
             Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape))
         )
@@ -294,11 +294,9 @@ class Product(PlannedSource):
 
     def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations."""
-        made = self.elements()
-        matrix, row = self.rows_in_memory(made) or (None, _M)
         name = (
-            self.names[matrix]
-            if matrix is not None and self._reads_in_place(variant, reads_fragment_order)
+            self.names[self.matrix]
+            if self.matrix is not None and self._reads_in_place(variant, reads_fragment_order)
             else ACTIVATIONS
         )
         types = [
@@ -306,7 +304,7 @@ class Product(PlannedSource):
             *self.reader.constants(self.plan.encoding),
             f"using Weights = {self.reader.of(self.dtype)};",
         ]
-        body = inner([*made.lines, f"return {name} + {row} * K;"])
+        body = inner([*self._row_lines, f"return {name} + {self._matrix_row} * K;"])
         return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
@@ -319,7 +317,8 @@ class Product(PlannedSource):
         """Whether a kernel before the product writes rows in fragment order. If not, rows are in
         natural order.
         """
-        natural = self._natural_order and variant.prefers_natural_order and not self.plan.row_order
+        in_place = self.matrix is not None and self._matrix_row == _M
+        natural = in_place and variant.prefers_natural_order and not self.plan.row_order
         return self._takes_fragment_order(variant) and not natural
 
     def _takes_fragment_order(self, variant: Variant) -> bool:

@@ -147,10 +147,8 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
             f"{arch.name}",
             where="cuda",
         )
-    bounds, found = (
-        [most for most, _ in regime.size_classes],
-        [v for _, among in regime.size_classes if (v := fastest(among))],
-    )
+    bounds = [most for most, _ in regime.size_classes]
+    found = [v for _, among in regime.size_classes if (v := fastest(among))]
     # beside small-M kernels, large-M kernels read rows row-major, and so add up K in another order
     mixed = of.row_order and len({v.reads_fragment_order for v in found}) > 1
     if not found or len(found) < len(bounds) or mixed:

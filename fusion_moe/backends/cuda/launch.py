@@ -126,12 +126,8 @@ class Call:
         """Whether a call of these sizes, also a captured one, only launches, and always launches
         the same.
         """
-        found = self._remembered.get(
-            (
-                torch.device("cuda", cuda.index_of(device)),
-                tuple([sizes[s] for s in self.parts.symbols]),
-            )
-        )
+        numbers = tuple([sizes[s] for s in self.parts.symbols])
+        found = self._remembered.get((torch.device("cuda", cuda.index_of(device)), numbers))
         return found is not None and found.until is None
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
@@ -174,10 +170,8 @@ class Call:
         """What C++ does for such a call; None while kernels are compiled, and if tensors would be
         copied first.
         """
-        prepared, swapped = (
-            self._prepared(tensors[0].device, sizes),
-            [i for i, swap in enumerate(self._swap) if swap],
-        )
+        prepared = self._prepared(tensors[0].device, sizes)
+        swapped = [i for i, swap in enumerate(self._swap) if swap]
         if prepared.until or not native.as_stored(tensors, swapped):
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
@@ -335,15 +329,14 @@ def _loaded(
 ) -> tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]:
     arch, kernels = cuda.arch(index).nvrtc, zip(step.kernels, step.overlaps, strict=True)
     return tuple(
-        (_load(kernel, cubins[arch, kernel.text], index, overlap), _given(kernel), kernel.boxes)
+        (
+            _load(kernel, cubins[arch, kernel.text], index, overlap),
+            (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers)
+            if kernel.given
+            else None,
+            kernel.boxes,
+        )
         for kernel, overlap in kernels
-    )
-
-
-def _given(kernel: KernelSource) -> ctypes.Array[ctypes.c_int] | None:
-    """The parameters that only this launch gets, in memory."""
-    return (
-        (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers) if kernel.given else None
     )
 
 

@@ -103,10 +103,8 @@ def microseconds(v: SmallM | LargeM, rows: int, of: Matrices, arch: Arch, by: Co
 
 
 def _small_m(v: SmallM, rows: int, of: Matrices, memory: float, arch: Arch, by: Constants) -> float:
-    blocks, products = (
-        ceil(rows / v.tile_m) * ceil(of.tiles / v.tiles),
-        v.tiles_per_warp * min(v.tiles_m, ceil(rows / 8)),
-    )
+    blocks = ceil(rows / v.tile_m) * ceil(of.tiles / v.tiles)
+    products = v.tiles_per_warp * min(v.tiles_m, ceil(rows / 8))
     waves, k_blocks = ceil(blocks / v.wave(arch)), of.k / 64 / v.split_k
     issued = (
         blocks

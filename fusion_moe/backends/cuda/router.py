@@ -93,12 +93,10 @@ def _made_first(source: Source, op: Op, warps: int) -> tuple[KernelSource, list[
 def backward(source: Source, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel of the derivative of weights. left: values that are not in memory yet."""
     _need_small(op)
-    (logits, _, dw), (dlogits,), k, experts = (
-        op.values,
-        op.outputs,
-        _slots(op),
-        size(op.values[0].type.shape[1]),
-    )
+    logits, _, dw = op.values
+    (dlogits,) = op.outputs
+    k = _slots(op)
+    experts = size(op.values[0].type.shape[1])
     body = [
         *_given_expert(source, op, left),
         f"const float dw = threadIdx.x % 32 < {k} ? {source.array(dw, left)}[i * {k} + "

@@ -245,10 +245,8 @@ class LargeM(OnGpus):
     @property
     def name(self) -> str:
         """The kernel's name."""
-        repeats, split_k = (
-            f"x{self.repeats}" if self.repeats > 1 else "",
-            f"_k{self.cluster}" if self.cluster > 1 else "",
-        )
+        repeats = f"x{self.repeats}" if self.repeats > 1 else ""
+        split_k = f"_k{self.cluster}" if self.cluster > 1 else ""
         return f"large_m_{self.tile_m}x{self.consumers}{repeats}{split_k}"
 
     def shared(self, arch: Arch) -> int:

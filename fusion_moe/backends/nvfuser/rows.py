@@ -42,10 +42,8 @@ def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, gro
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """The same as groups.clamp_ends."""
-    groups, clamped = (
-        op.attrs["groups"].count,
-        w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])),
-    )
+    groups = op.attrs["groups"].count
+    clamped = w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"]))
     return w.max(of_groups(w, clamped, groups, w.ge), [1]) if groups > 1 else clamped
 
 

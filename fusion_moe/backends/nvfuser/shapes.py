@@ -31,11 +31,9 @@ def _permute(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _broadcast(w: Writer, op: Op, x: Any) -> Any:
-    before, after, places = (
-        op.values[0].type.shape,
-        op.outputs[0].type.shape,
-        op.attrs["broadcast_dims"],
-    )
+    before = op.values[0].type.shape
+    after = op.outputs[0].type.shape
+    places = op.attrs["broadcast_dims"]
     repeats = any(d == 1 and after[place] != 1 for d, place in zip(before, places, strict=True))
     return w.spread(x, after, *places, repeats=repeats)
 

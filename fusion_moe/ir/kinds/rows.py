@@ -355,13 +355,11 @@ def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
 def _combine_grad_of_any(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     """The gradient for slots that may name a row twice, or not at all."""
     y, slot_of, w = op.values
-    (t, k), (m, n), ops, flat, wide = (
-        slot_of.type.shape,
-        y.type.shape,
-        fd.ops,
-        _flat(fd, slot_of),
-        dout.type.dtype,
-    )
+    t, k = slot_of.type.shape
+    m, n = y.type.shape
+    ops = fd.ops
+    flat = _flat(fd, slot_of)
+    wide = dout.type.dtype
     spread = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
     weight = ops.broadcast_in_dim(ops.cast(w, dtype=wide), shape=(t, k, n), broadcast_dims=(0, 1))
     scaled = ops.reshape(ops.mul(spread, weight), new_shape=(elements((t, k)), n))
