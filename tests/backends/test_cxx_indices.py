@@ -63,10 +63,10 @@ def test_an_index_is_worth_what_python_computes(drawn, j, k):
 @given(indices())
 def test_an_index_depends_on_its_variables_alone(drawn):
     index, _ = drawn
-    index.evaluate(dict.fromkeys(index.variables(), 1))
-    for name in index.variables():
+    index.evaluate(dict.fromkeys(index.reads, 1))
+    for name in index.reads:
         with pytest.raises(KeyError, match=name):
-            index.evaluate(dict.fromkeys(index.variables() - {name}, 1))
+            index.evaluate(dict.fromkeys(index.reads - {name}, 1))
 
 
 @given(indices(), indices())
@@ -89,7 +89,7 @@ def test_numbers_are_folded():
 def test_a_call_reads_its_arguments():
     call = Call("clamp_index", (Variable("e0"), size(symbol("m") * 2)))
     assert str(call) == "clamp_index(e0, (2 * n_m))"
-    assert (call + J).variables() == {"e0", "n_m", "j"}
+    assert (call + J).reads == {"e0", "n_m", "j"}
     with pytest.raises(TypeError, match="clamp_index"):
         call.evaluate({"e0": 0, "n_m": 1})
 

@@ -58,7 +58,7 @@ def test_rows_of_codes_are_numbers_where_they_are_read(gathered):
 
 def test_a_formula_reads_what_its_operands_read():
     made = formula("{1}[{0}] + {2}", M * Number(4) + J, "array", definition("a", "b").value)
-    assert (str(made), made.variables()) == ("array[((m * 4) + j)] + b", {"m", "j", "b"})
+    assert (str(made), made.reads) == ("array[((m * 4) + j)] + b", {"m", "j", "b"})
 
 
 def test_what_does_not_depend_on_a_variable_stands_before_its_loop():

@@ -60,7 +60,7 @@ class VectorElements(SafeElements):
     def _of_eight(self, v: Value, at: Sequence[Index]) -> Expression:
         place = flat([*at[:-1], at[-1].replaced(_J.name, FIRST)], v.type.shape)
         eight = self._define("auto", formula("load_eight({} + {})", self._array(v), place))
-        return Expression(f"{eight}.at[v]", frozenset([*eight.variables(), _J.name]))
+        return Expression(f"{eight}.at[v]", frozenset([*eight.reads, _J.name]))
 
     def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
         width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
@@ -68,10 +68,10 @@ class VectorElements(SafeElements):
             not isinstance(width, int)
             or width % VECTOR
             or below % VECTOR
-            or at[-1].variables() != {_J.name}
+            or at[-1].reads != {_J.name}
         ):
             return False
-        return in_vectors(at[-1], below) and not any(_J.name in i.variables() for i in at[:-1])
+        return in_vectors(at[-1], below) and not any(_J.name in i.reads for i in at[:-1])
 
 
 class WholeEights(VectorElements):
@@ -81,8 +81,8 @@ class WholeEights(VectorElements):
 
     def _before(self, i: Index, end: Index) -> Expression:
         below = self._below.get(_J.name, 1)
-        whole = end.variables() == frozenset() and end.evaluate({}) % VECTOR == 0
-        if whole and i.variables() == {_J.name} and in_vectors(i, below):
+        whole = end.reads == frozenset() and end.evaluate({}) % VECTOR == 0
+        if whole and i.reads == {_J.name} and in_vectors(i, below):
             i = i.replaced(_J.name, FIRST)
         return super()._before(i, end)
 
@@ -195,7 +195,7 @@ def _reads(s: Statement) -> set[str]:
     found = set[str]()
     for case in s.cases:
         own = {inside.name for inside in case.body if not isinstance(inside, str)}
-        read = set[str]().union(*map(_reads, case.body), case.value.variables())
+        read = set[str]().union(*map(_reads, case.body), case.value.reads)
         found |= {*case.condition.reads} | (read - own)
     return found
 

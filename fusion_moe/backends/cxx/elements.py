@@ -324,7 +324,7 @@ class Elements:
 
     def _values(self, index: Index) -> list[int]:
         """All values that an index can have; none if they are unknown."""
-        variables = index.variables()
+        variables = index.reads
         if len(variables) != 1 or not variables <= self._below.keys():
             return []
         (name,) = variables

@@ -59,7 +59,7 @@ class Epilogue:
         row, column = at
         if not is_index(row, _M, self._rows):
             raise UnsupportedError("a result reads other rows of the product than its own")
-        if not column.variables() <= {"j"}:
+        if not column.reads <= {"j"}:
             raise UnsupportedError(
                 f"a result reads the column {column} of the product",
                 expected="columns known when compiling",

@@ -23,8 +23,9 @@ class Index(ABC):
     Dividends are never negative.
     """
 
+    @property
     @abstractmethod
-    def variables(self) -> frozenset[str]:
+    def reads(self) -> frozenset[str]:
         """The variables that it depends on."""
 
     @abstractmethod
@@ -69,7 +70,8 @@ class Number(Index):
     def __str__(self) -> str:
         return str(self.value) if self.value >= 0 else f"({self.value})"
 
-    def variables(self) -> frozenset[str]:
+    @property
+    def reads(self) -> frozenset[str]:
         return frozenset()
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
@@ -85,7 +87,8 @@ class Variable(Index):
     def __str__(self) -> str:
         return self.name
 
-    def variables(self) -> frozenset[str]:
+    @property
+    def reads(self) -> frozenset[str]:
         return frozenset([self.name])
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
@@ -106,8 +109,9 @@ class Operation(Index):
     def __str__(self) -> str:
         return f"({self.left} {self.operator} {self.right})"
 
-    def variables(self) -> frozenset[str]:
-        return self.left.variables() | self.right.variables()
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.left.reads | self.right.reads
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
         return _OPERATORS[self.operator](
@@ -129,8 +133,9 @@ class Call(Index):
     def __str__(self) -> str:
         return f"{self.function}({', '.join(map(str, self.arguments))})"
 
-    def variables(self) -> frozenset[str]:
-        return frozenset[str]().union(*(a.variables() for a in self.arguments))
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset[str]().union(*(a.reads for a in self.arguments))
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
         raise TypeError(f"{self} is known only to a kernel")

@@ -20,16 +20,12 @@ class Expression:
     def __str__(self) -> str:
         return self.text
 
-    def variables(self) -> frozenset[str]:
-        """The variables that it depends on."""
-        return self.reads
-
 
 def formula(template: str, *operands: Index | Expression | str) -> Expression:
     """A template with operands in place of `{}`. Text operands name things that never change:
     arrays, numbers.
     """
-    reads = (o.variables() for o in operands if not isinstance(o, str))
+    reads = (o.reads for o in operands if not isinstance(o, str))
     return Expression(template.format(*operands), frozenset[str]().union(*reads))
 
 
