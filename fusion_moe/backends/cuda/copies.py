@@ -165,26 +165,16 @@ def kernels(
     in memory yet.
     """
     op = copies[0].op
-    if e2m1_copies.chosen_inside(source.fusion, op):
-        row, number = _row(source, op.values[0], left)
-        return e2m1_copies.by_matrix(source, name, row, op, copies[0].memory, number)
-    return (_kernel(source, name, copies, left),)
-
-
-def _kernel(
-    source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value]
-) -> KernelSource:
-    op = copies[0].op
     x, ends = op.values[0], next((v for copy in copies for v in copy.op.values[1:]), None)
-    made_row, number = _row(source, x, left)
+    row, number = _row(source, x, left)
+    if e2m1_copies.chosen_inside(source.fusion, op):
+        return e2m1_copies.by_matrix(source, name, row, op, copies[0].memory, number)
     if op.encoding.name in e2m1_copies.SCALES:
-        return e2m1_copies.kernel(source, name, made_row, op, copies[0].memory, number, left)
+        return (e2m1_copies.kernel(source, name, row, op, copies[0].memory, number, left),)
     if op.encoding.name in block_copies.ENCODINGS:
         each = [(copy.op.encoding, _places(source, copy), _kind(copy)) for copy in copies]
-        cut = _cut(source.fusion, x)
-        return block_copies.kernel(
-            source, name, made_row, each, number, x.type.shape, ends, left, cut
-        )
+        shape, cut = x.type.shape, _cut(source.fusion, x)
+        return (block_copies.kernel(source, name, row, each, number, shape, ends, left, cut),)
     *lead, n, width = x.type.shape
     rows, width = elements((*lead, n)), known(width)
     groups = 0 if ends is None else known(ends.type.shape[0])
@@ -193,7 +183,7 @@ def _kernel(
     made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
     which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
     make = f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});"
-    return _of_tiles(source, name, [*made_row, make], rows, groups, width)
+    return (_of_tiles(source, name, [*row, make], rows, groups, width),)
 
 
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
