@@ -44,12 +44,7 @@ from ..definitions.operations import (
     restored,
     traced_types,
 )
-from ..definitions.run import (
-    NAMESPACE,
-    RUN,
-    RUN_INTO,
-    named_sizes,
-)
+from ..definitions.run import NAMESPACE, RUN, RUN_INTO, named_sizes
 from ..definitions.tensor_lists import Input, PartCounts, grouped
 from ..definitions.tensor_lists import flat as in_parts
 from ..definitions.traced import Sizes

@@ -27,13 +27,7 @@ from ..definitions.operations import (
     fusion_of,
     restored,
 )
-from ..definitions.run import (
-    RUN,
-    RUN_INTO,
-    all_inputs,
-    named_sizes,
-    need_written,
-)
+from ..definitions.run import RUN, RUN_INTO, all_inputs, named_sizes, need_written
 from ..definitions.tensor_lists import PartCounts, grouped, joined
 from ..ir.effects import check_targets
 from ..ir.text import parse, text

@@ -19,22 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import (
-    DeviceError,
-    DtypeError,
-    Error,
-    ShapeError,
-    Untranslatable,
-)
+from ..errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion
 from ..ir.sizes import symbol
-from ..ir.types import (
-    DTYPES,
-    FLOATS,
-    TensorType,
-    dtype_name,
-)
+from ..ir.types import DTYPES, FLOATS, TensorType, dtype_name
 from . import run, translate
 from .run import NAMESPACE, empty_outputs, flops
 from .traced import Sizes, equal, tensor_type
@@ -77,65 +66,18 @@ class Spec:
 SPECS = {
     spec.name: spec
     for spec in (
-        Spec(
-            "nvfp4_quantize",
-            differentiable=False,
-        ),
-        Spec(
-            "nvfp4_grouped_mm",
-            rows={"a": 1},
-            flatten="a",
-            autocast=("a",),
-        ),
-        Spec(
-            "grouped_mm",
-            rows={"a": 1},
-            flatten="a",
-            autocast=("a",),
-            weights=("weight",),
-        ),
-        Spec(
-            "grouped_swizzle_block_scale",
-            rows={"block_scale": 1},
-            differentiable=False,
-        ),
-        Spec(
-            "scaled_swiglu",
-            rows={"x": 1, "scale": 0},
-            equal=("x", "scale"),
-            flatten="x",
-        ),
-        Spec(
-            "route",
-            rows={"ids": 1},
-            differentiable=False,
-        ),
-        Spec(
-            "topk_router",
-            rows={"logits": 1},
-        ),
-        Spec(
-            "fused_compute_score_for_moe_aux_loss",
-            rows={"logits": 1},
-        ),
-        Spec(
-            "fused_moe_aux_loss",
-            rows={"probs": 1},
-        ),
-        Spec(
-            "moe_z_loss",
-            rows={"logits": 1},
-        ),
-        Spec(
-            "combine",
-            rows={"y": 1, "slot_of": 1, "w": 1},
-            equal=("slot_of", "w"),
-        ),
-        Spec(
-            "group_add",
-            rows={"y": 1},
-            autocast=("y", "bias"),
-        ),
+        Spec("nvfp4_quantize", differentiable=False),
+        Spec("nvfp4_grouped_mm", rows={"a": 1}, flatten="a", autocast=("a",)),
+        Spec("grouped_mm", rows={"a": 1}, flatten="a", autocast=("a",), weights=("weight",)),
+        Spec("grouped_swizzle_block_scale", rows={"block_scale": 1}, differentiable=False),
+        Spec("scaled_swiglu", rows={"x": 1, "scale": 0}, equal=("x", "scale"), flatten="x"),
+        Spec("route", rows={"ids": 1}, differentiable=False),
+        Spec("topk_router", rows={"logits": 1}),
+        Spec("fused_compute_score_for_moe_aux_loss", rows={"logits": 1}),
+        Spec("fused_moe_aux_loss", rows={"probs": 1}),
+        Spec("moe_z_loss", rows={"logits": 1}),
+        Spec("combine", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
+        Spec("group_add", rows={"y": 1}, autocast=("y", "bias")),
         Spec(
             "expert_mlp",
             rows={"x": 1, "ids": 1, "w": 1},
