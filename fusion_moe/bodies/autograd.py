@@ -201,11 +201,7 @@ class _Step:
 
     @classmethod
     def _of_types(
-        cls,
-        call: Call,
-        wants: tuple[int, ...],
-        types: Types,
-        sizes: Sizes | None = None,
+        cls, call: Call, wants: tuple[int, ...], types: Types, sizes: Sizes | None = None
     ) -> _Step:
         try:
             with_, device = options.current(), next(iter(call.tensors.values())).device

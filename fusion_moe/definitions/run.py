@@ -118,9 +118,7 @@ def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, An
             )
         if t.dtype != dtype:
             raise DtypeError(
-                f"output {i} into {t.dtype}",
-                expected=f"{dtype} for {v.type}",
-                where="run_into",
+                f"output {i} into {t.dtype}", expected=f"{dtype} for {v.type}", where="run_into"
             )
 
 

@@ -313,11 +313,7 @@ class FusionDefinition:
         )
 
     def _cut_once(
-        self,
-        key: Any,
-        make: Callable[[Groups], Value],
-        each: Value,
-        stride: AnySize | None = None,
+        self, key: Any, make: Callable[[Groups], Value], each: Value, stride: AnySize | None = None
     ) -> Value:
         """The result of `make` for this key, on a new partition with a group for each element of
         `each`; made once.

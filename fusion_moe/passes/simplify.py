@@ -32,10 +32,7 @@ def simplify(fusion: Fusion, target: Target | None = None) -> Fusion:
         seen[key] = op.outputs
         ops.append(op.with_inputs(inputs))
     return Fusion(
-        fusion.inputs,
-        tuple(ops),
-        tuple(same.get(v, v) for v in fusion.outputs),
-        fusion.roles,
+        fusion.inputs, tuple(ops), tuple(same.get(v, v) for v in fusion.outputs), fusion.roles
     ).verify()
 
 

@@ -172,11 +172,7 @@ class Arrays:
         self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
 
     def call(
-        self,
-        entry: Entry,
-        inputs: Sequence[torch.Tensor],
-        sizes: Sizes,
-        also: Sequence[Value] = (),
+        self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
     ) -> tuple[torch.Tensor, ...] | None:
         """The outputs; None if the kernels found input for which the reference raises an error.
         also: arrays that lie in memory which the next call reuses, to be returned after them.

@@ -52,12 +52,7 @@ int run(void* const* p, const long long* n, Product product, Team& team) {
 
 
 # Whose second operand are indices: into this dimension of the first operand.
-_INDEXED = {
-    "index_put_accumulate": 0,
-    "combine": 0,
-    "topk_weights": 1,
-    "topk_weights_backward": 1,
-}
+_INDEXED = {"index_put_accumulate": 0, "combine": 0, "topk_weights": 1, "topk_weights_backward": 1}
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,7 @@ class Collective(Source):
 
     def _kernel(self, name: str, body: Sequence[str], blocks: AnySize) -> KernelSource:
         return self.kernel(
-            name,
-            body,
-            blocks,
-            headers=_HEADERS,
-            threads=_THREADS,
-            max_resident=_MAX_RESIDENT,
+            name, body, blocks, headers=_HEADERS, threads=_THREADS, max_resident=_MAX_RESIDENT
         )
 
     def _dispatch(self) -> list[KernelSource]:

@@ -256,12 +256,7 @@ def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) 
 
 
 def _of_tiles(
-    source: Source,
-    name: str,
-    body: Sequence[str],
-    rows: AnySize,
-    groups: int,
-    width: int,
+    source: Source, name: str, body: Sequence[str], rows: AnySize, groups: int, width: int
 ) -> KernelSource:
     """A kernel whose warps compute parts of tiles; groups: 0 for rows without groups."""
     tiles = ceildiv(plain(rows), _ROWS) + (groups + 1 if groups else 0)

@@ -70,11 +70,7 @@ class Gemm(PlannedSource):
             # large-M kernels and those without wgmma sum each 64 columns separately
             most_parts = self._tiles(self._tile_n) * self._tile_n // LARGE_M_COLUMNS
             self.scratch.append(
-                Array(
-                    PARTIAL_SUMS,
-                    "float",
-                    elements((self.rows, most_parts * len(plan.sums))),
-                )
+                Array(PARTIAL_SUMS, "float", elements((self.rows, most_parts * len(plan.sums))))
             )
 
     def functions(self) -> list[str]:
@@ -412,12 +408,7 @@ class Wgrad(Source):
         made = [kernel for operand in self.operands for kernel in operand.made()]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
         product = kernel_of_matrices(self, "Wgrad", (m, n), self._functions, tiles, arch, boxes)
-        return [
-            reset_tile_counter(self),
-            *self.made_first(sizes, chosen.any_size),
-            *made,
-            product,
-        ]
+        return [reset_tile_counter(self), *self.made_first(sizes, chosen.any_size), *made, product]
 
     @property
     def _tile(self) -> tuple[int, int]:

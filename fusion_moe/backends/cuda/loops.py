@@ -240,12 +240,7 @@ class Loops(Source):
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores])
 
     def _by_eights(
-        self,
-        name: str,
-        values: Sequence[Value],
-        rows: AnySize,
-        width: int,
-        left: Sequence[Value],
+        self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value]
     ) -> KernelSource:
         """A thread for eight columns of a row."""
         made, store = self.elements(without=left, below={_J.name: width}), Store(width)

@@ -406,9 +406,7 @@ class Source(Writer):
         return [
             self.for_all("invert_begin", count, [f"{made}[i] = -1;"]),
             self.for_all(
-                "invert",
-                count,
-                [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"],
+                "invert", count, [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"]
             ),
             self.for_all(
                 "invert_end",

@@ -187,13 +187,7 @@ def _combine_from_type(
 
 
 def _combine_from(
-    y: Tensor,
-    all_ids: Tensor,
-    ids: Tensor,
-    ends: Tensor,
-    peers: Tensor,
-    experts: int,
-    group: str,
+    y: Tensor, all_ids: Tensor, ids: Tensor, ends: Tensor, peers: Tensor, experts: int, group: str
 ) -> tuple[Tensor]:
     ranks, tokens = len(ends), len(ids)
     there = holders(ids, experts, ranks)

@@ -169,11 +169,6 @@ def _binary_grad(rule: Callable[[Any, Any, Any, Value, Value], Sequence[Value | 
     return grad
 
 
-def _unary_grad(rule: Callable[[Any, Value, Value, Value], Value]) -> Grad:
-    """rule(ops, x, y, dy) -> dx."""
-    return lambda fd, op, dy: [rule(fd.ops, op.inputs[0], op.outputs[0], dy)]  # type: ignore[arg-type]
-
-
 def _passes_at_bound() -> bool:
     """Whether the installed torch's clamp passes the gradient of an element that equals a bound:
     yes up to 2.13, no from 2.14 on.
@@ -257,13 +252,19 @@ def _unary(
     name: str,
     infer: Callable[..., Types],
     function: Callable[..., torch.Tensor],
-    grad: Grad | None = None,
+    grad: Callable[[Any, Value, Value, Value], Value] | None = None,
 ) -> OpKind:
+    """grad(ops, x, y, dy) -> dx."""
+
     def rule(x: TensorType) -> Types:
         return infer(x)
 
+    def of_op(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+        assert grad is not None
+        return [grad(fd.ops, op.values[0], op.outputs[0], dy)]
+
     rule.__doc__ = f"{name} of each element of x, in its dtype."
-    return OpKind(name, rule, lambda x: (function(x),), grad, flops=_elements)
+    return OpKind(name, rule, lambda x: (function(x),), grad and of_op, flops=_elements)
 
 
 def _binary(
@@ -297,65 +298,31 @@ TABLE = (
         _where_grad,
         flops=_elements,
     ),
-    _unary("neg", _number, torch.neg, _unary_grad(lambda o, x, y, g: -g)),
+    _unary("neg", _number, torch.neg, lambda o, x, y, g: -g),
     _unary(
-        "abs",
-        _number,
-        torch.abs,
-        _unary_grad(lambda o, x, y, g: o.where(x < 0.0, -g, o.where(x > 0.0, g, 0.0))),
+        "abs", _number, torch.abs, lambda o, x, y, g: o.where(x < 0.0, -g, o.where(x > 0.0, g, 0.0))
     ),
-    _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: g * y)),
-    _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: g / x)),
-    _unary("expm1", _float, torch.expm1, _unary_grad(lambda o, x, y, g: g * (y + 1.0))),
-    _unary("log1p", _float, torch.log1p, _unary_grad(lambda o, x, y, g: g / (x + 1.0))),
-    _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: g / (y * 2.0))),
-    _unary(
-        "rsqrt",
-        _float,
-        torch.rsqrt,
-        _unary_grad(lambda o, x, y, g: g * (y / x * -0.5)),
-    ),
-    _unary(
-        "reciprocal",
-        _float,
-        torch.reciprocal,
-        _unary_grad(lambda o, x, y, g: -(g * (y * y))),
-    ),
-    _unary(
-        "tanh",
-        _float,
-        torch.tanh,
-        _unary_grad(lambda o, x, y, g: g * (1.0 - y * y)),
-    ),
-    _unary("erf", _float, torch.erf, _unary_grad(_erf_grad)),
-    _unary("relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(x > 0.0, g, 0.0))),
-    _unary(
-        "sigmoid",
-        _float,
-        torch.sigmoid,
-        _unary_grad(lambda o, x, y, g: g * (y * (1.0 - y))),
-    ),
-    _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
+    _unary("exp", _float, torch.exp, lambda o, x, y, g: g * y),
+    _unary("log", _float, torch.log, lambda o, x, y, g: g / x),
+    _unary("expm1", _float, torch.expm1, lambda o, x, y, g: g * (y + 1.0)),
+    _unary("log1p", _float, torch.log1p, lambda o, x, y, g: g / (x + 1.0)),
+    _unary("sqrt", _float, torch.sqrt, lambda o, x, y, g: g / (y * 2.0)),
+    _unary("rsqrt", _float, torch.rsqrt, lambda o, x, y, g: g * (y / x * -0.5)),
+    _unary("reciprocal", _float, torch.reciprocal, lambda o, x, y, g: -(g * (y * y))),
+    _unary("tanh", _float, torch.tanh, lambda o, x, y, g: g * (1.0 - y * y)),
+    _unary("erf", _float, torch.erf, _erf_grad),
+    _unary("relu", _number, torch.relu, lambda o, x, y, g: o.where(x > 0.0, g, 0.0)),
+    _unary("sigmoid", _float, torch.sigmoid, lambda o, x, y, g: g * (y * (1.0 - y))),
+    _unary("silu", _float, _silu, _silu_grad),
     _binary(
         "add", _sum, _in_opmath(lambda a, b: a + b), _binary_grad(lambda o, a, b, y, g: (g, g))
     ),
     _binary(
-        "sub",
-        _number,
-        _in_opmath(lambda a, b: a - b),
-        _binary_grad(lambda o, a, b, y, g: (g, -g)),
+        "sub", _number, _in_opmath(lambda a, b: a - b), _binary_grad(lambda o, a, b, y, g: (g, -g))
     ),
+    _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (g * b, g * a))),
     _binary(
-        "mul",
-        _sum,
-        lambda a, b: a * b,
-        _binary_grad(lambda o, a, b, y, g: (g * b, g * a)),
-    ),
-    _binary(
-        "div",
-        _float,
-        lambda a, b: a / b,
-        _binary_grad(lambda o, a, b, y, g: (g / b, -(g * y / b))),
+        "div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (g / b, -(g * y / b)))
     ),
     _binary(
         "minimum",
