@@ -48,7 +48,7 @@ def convert(
     ] = None,
     dry_run: DryRun = False,
 ) -> Inspection:
-    """Write SRC in another form, without loss. Reads it again and compares.
+    """Write SRC in another form, without loss.
 
     Reads it again and compares. Prints what `inspect DST` prints.
     """

@@ -41,8 +41,7 @@ def quantize(
     ] = None,
     dry_run: DryRun = False,
 ) -> Inspection:
-    """Write SRC with its experts in few bits. From bfloat16, float16, float32 or FP8, without
-    building the model.
+    """Write SRC with its experts in few bits.
 
     From bfloat16, float16, float32 or FP8, without building the model. Prints what `inspect DST`
     prints; for a file of GGUF with `--against SRC`.
