@@ -467,7 +467,8 @@ def fused_experts(
             those from its first_expert on; `parallelize_(dispatch="symmetric")` makes it. Tokens
             are sent to the ranks of their experts, and the ranks' sums, each rounded to the dtype
             of x unless float32_sums, come back and are added in the order of ranks: the result is
-            the whole sum. All ranks of the process group `across` must call it.
+            the whole sum. All ranks of the process group `across` must call it, and run its
+            backward.
         across, of_experts, float32_sums: see peers.
         capacity: the most tokens of any rank in this call; 0: all ranks have as many as this one.
 

@@ -1,5 +1,6 @@
 """dispatch="symmetric": the ranks of a node write tokens, and sums for them, into each other's
-memory, as operations of the program that computes the experts (ir/kinds/collectives.py).
+memory, as operations of the programs that compute the experts and their gradients
+(ir/kinds/collectives.py).
 
     exchange = Exchange.of_group(group, device)         # checks; UnsupportedError says why not
     layer = exchange.layer(experts, features)           # on all ranks, in the same order
