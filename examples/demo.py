@@ -290,7 +290,7 @@ def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[st
         found[a] / found[b] - 1
         for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager"))
     )
-    print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
+    print(f"from bf16 to NVFP4 {change:+.2%}, from eager to compiled {rounding:+.4%}")
 
 
 def main(options: argparse.Namespace) -> None:

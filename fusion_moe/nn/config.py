@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from ..encodings import FP8, INT4, MXFP4, NVFP4, Encoding
+from ..encodings import ENCODINGS, FP8, INT4, MXFP4, NVFP4, Encoding
 from ..encodings.search import check_rule, usual_rule
 from ..errors import OptionError, need_one_of
 from ..messages.skipped import check_skip
@@ -107,5 +107,12 @@ def config_of(given: str | QuantizationConfig, where: str) -> QuantizationConfig
     if not isinstance(given, str):
         known = (*CONFIGS, *(f"{cls.__name__}()" for cls in CONFIGS.values()))
         raise OptionError(f"config = {given!r}", expected=f"one of {', '.join(known)}", where=where)
+    if given in ENCODINGS and given not in CONFIGS:
+        raise OptionError(
+            f"config = {given!r}",
+            expected=f"one of {', '.join(CONFIGS)}",
+            todo="for it, pass a subclass of fusion_moe.nn.QuantizationConfig with this encoding",
+            where=where,
+        )
     need_one_of("config", given, CONFIGS, where=where)
     return CONFIGS[given]()

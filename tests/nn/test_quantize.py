@@ -164,6 +164,7 @@ def test_refusals(golden):
         "a rule": lambda: fusion_moe.NVFP4Config(scales="mes"),
         "a rule of another format": lambda: fusion_moe.MXFP4Config(scales="four_over_six"),
         "a format": lambda: quantize_(model, "nvfp5"),
+        "an encoding without a configuration": lambda: quantize_(model, "nf4"),
         "a number": lambda: quantize_(model, 4),
         "another format than trained for": lambda: quantize_(trained, "int4"),
         "no experts left": lambda: quantize_(model, filter_fn=lambda module, name: False),

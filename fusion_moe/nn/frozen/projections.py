@@ -123,7 +123,8 @@ class Projections(AdaptableModule):
         ids = "" if self.first_expert is None else f" from {self.first_expert}"
         return (
             f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}, "
-            f"activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
+            f"weight_format={self.encoding.name!r}, activation_format={self.activation_format!r}, "
+            f"weight_layout={self.weight_layout!r}"
         )
 
 

@@ -75,5 +75,6 @@ class QuantizedLinear(PackedModule):
         """For print(model)."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, weight_layout={self.weight_layout!r}"
+            f"bias={self.bias is not None}, weight_format={self.encoding.name!r}, "
+            f"weight_layout={self.weight_layout!r}"
         )
