@@ -21,6 +21,7 @@ class Desk:
     them by flags alone.
     """
 
+    @torch.inference_mode(False)  # later calls, in whatever mode, write there
     def __init__(self, home: Home, dtype: torch.dtype):
         row = home.features * dtype.itemsize
         self._model = Worker.of_process().model(Staging(letters(CAPACITY, row), pin=False))

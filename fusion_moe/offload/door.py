@@ -107,6 +107,7 @@ def offload_(
     return found
 
 
+@torch.inference_mode(False)  # steps write into what is made here, in whatever mode
 def _made(
     experts: Mapping[str, Experts],
     plan: plans.Plan,

@@ -41,6 +41,7 @@ class Counted:
 class Counts:
     """Counts the rows of each group in the calls of a layer, on the device that runs it."""
 
+    @torch.inference_mode(False)  # later calls, in whatever mode, add to these
     def __init__(self, groups: int, device: torch.device):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

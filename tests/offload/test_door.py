@@ -95,6 +95,15 @@ def test_offload(want):
         offload_(model, {"pretended": "1GB"})
 
 
+def test_inside_of_inference_mode(want):
+    model = from_pretrained(MADE / NAME)
+    with torch.inference_mode():
+        offload_(model, {"pretended": room(3)}, kv_tokens=16, every=1)
+        assert model(IDS).logits.equal(want)
+    with torch.no_grad():
+        assert model(IDS).logits.equal(want)
+
+
 def test_save_and_load(tmp_path, want):
     memory = {"pretended": room(3, tokens=0)}
     model = from_pretrained(MADE / NAME, max_memory=memory, experts_device="auto", kv_tokens=0)

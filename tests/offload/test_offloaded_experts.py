@@ -191,6 +191,16 @@ def test_bad_input():
     assert found(x, ids, w).equal(plain(x, ids, w))  # nothing is left over
 
 
+def test_modes_may_change():
+    """What the first step makes is written to by others."""
+    plain = experts(E, H, I)
+    found, args = offloaded(plain, COMPUTES, every=1), tokens(20)
+    with torch.inference_mode():
+        want = plain(*args).clone()
+        assert found(*args).equal(want)
+    assert found(*args).equal(want)
+
+
 def test_nan():
     plain, (x, ids, w) = experts(E, H, I), tokens(9)
     x[4, 3], w[2, 1] = torch.nan, torch.nan

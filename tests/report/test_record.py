@@ -242,6 +242,15 @@ def test_a_server_runs_in_another_thread(model):
     assert run.data.kernels
 
 
+def test_modes_may_change(model):
+    ids = torch.tensor([list(b"def main():")])
+    with fusion_moe.record(model) as run:
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                model(ids)
+    assert {layer.calls for layer in run.data.layers} == {3}
+
+
 def test_steps_may_begin_in_several_threads(model):
     """The one that is not to be profiled any more in another thread than the one that is."""
     with fusion_moe.record(model, profile=range(1, 2)) as run:
