@@ -51,12 +51,15 @@ def errors_of(source: Source, against: Source) -> Iterator[WeightError]:
             by_owner[matrix.owner].append(name)
     for owner, names in progress(by_owner.items(), "comparing weights", len(by_owner)):
         squares = torch.stack([_squares(name, mine, theirs) for name in names])
-        off, of = squares.sum(0)
-        each = (squares[:, 0] / squares[:, 1]).sqrt()
+        each, whole = _relative(squares), _relative(squares.sum(0))
         worst = int(each.argmax())
-        yield WeightError(
-            owner, len(names), float((off / of).sqrt()), names[worst], float(each[worst])
-        )
+        yield WeightError(owner, len(names), float(whole), names[worst], float(each[worst]))
+
+
+def _relative(squares: Tensor) -> Tensor:
+    """Squared norms [..., 2] as those of `_squares` -> [...]; zeros that stayed zeros have none."""
+    off, of = squares.unbind(-1)
+    return torch.where(off == 0, off, off / of).sqrt()
 
 
 def _squares(name: str, mine: Mapping[str, _Matrix], theirs: Mapping[str, _Matrix]) -> Tensor:

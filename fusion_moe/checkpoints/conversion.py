@@ -259,6 +259,13 @@ def modelopt_configs(source: Source, steps: Sequence[Step]) -> Configs:
             algorithms[prefix[:-1]] = "NVFP4" if scaled else "W4A16_NVFP4"
         elif name != of_weight and p.dtype == torch.float8_e4m3fn:
             algorithms[of_weight] = "FP8"
+    if not algorithms:
+        raise UnsupportedError(
+            f"{', '.join({weight.scheme.name: None for weight in source.weights.values()})} alone",
+            expected="a weight in NVFP4, MXFP4, or FP8 with one scale",
+            todo='convert it to="dense", or quantize it',
+            where="convert",
+        )
     config = modelopt_config(algorithms, matrices_in_floats(steps))
     return with_config(source, config | own_entries(source.directory.quantization))
 

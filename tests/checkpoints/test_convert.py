@@ -17,7 +17,14 @@ import torch
 from bad_calls import message, messages
 from files import MADE, Tensors, change, change_json, copied, decoded, raw
 
-from fusion_moe.checkpoints import Directory, check_scales, convert, method_of, stored_weights
+from fusion_moe.checkpoints import (
+    Directory,
+    check_scales,
+    convert,
+    method_of,
+    quantize,
+    stored_weights,
+)
 from fusion_moe.errors import UnsupportedError
 
 Raw = dict[str, np.ndarray]
@@ -266,6 +273,13 @@ def test_fp8_whose_scales_are_no_powers_of_two(tmp_path: Path) -> None:
         * before[f"{name}.weight_scale_inv"].repeat(128, 0)[:160]
     )
     np.testing.assert_array_equal(after[f"{name}.weight"], want)
+
+
+def test_fp8_in_blocks_alone_is_none_of_modelopts_forms(tmp_path: Path) -> None:
+    src = quantize(MADE / "bf16-qwen3_moe", tmp_path / "src", to="fp8")
+    with pytest.raises(UnsupportedError, match="FP8 in blocks alone; .* one scale; convert it to="):
+        convert(src, tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
 
 
 def test_no_other_form_is_known(tmp_path: Path, golden: Callable[..., None]) -> None:

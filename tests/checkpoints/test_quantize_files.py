@@ -26,6 +26,8 @@ from fusion_moe.checkpoints import (
     quantize,
     stored_weights,
 )
+from fusion_moe.checkpoints.comparing import errors_of
+from fusion_moe.checkpoints.conversion import Source
 from fusion_moe.cli.inspect import inspection
 from fusion_moe.errors import (
     CheckpointError,
@@ -48,6 +50,26 @@ def assert_quantized(got: Tensors, name: str, x: torch.Tensor) -> None:
         t = got.pop(f"{name}.{suffix}")
         assert (t.dtype, t.shape) == (part.dtype, part.shape)
         assert torch.equal(t.float(), part.float())
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_zeros_that_stay_zeros_have_no_error(all_of_them: bool, tmp_path: Path) -> None:
+    name = f"{EXPERTS}.2.up_proj"
+
+    def zero(tensors: Tensors) -> None:
+        for key, t in tensors.items():
+            if all_of_them or key == f"{name}.weight":
+                t.zero_()
+
+    src = copied(SRC.name, tmp_path)
+    for file in src.glob("*.safetensors"):
+        change(src, zero, file.name)
+    dst = quantize(src, tmp_path / "dst")
+    (found,) = errors_of(Source.open(dst), Source.open(src))
+    assert (found.largest == 0) if all_of_them else (0.05 < found.error <= found.largest < 0.1)
+    assert found.worst != name
+    (other,) = errors_of(Source.open(quantize(SRC, tmp_path / "other")), Source.open(src))
+    assert (other.largest, other.worst == name) == (float("inf"), not all_of_them)
 
 
 def test_experts_of_bf16(tmp_path: Path) -> None:
