@@ -7,7 +7,7 @@ are made first, in memory. Sums are added in an order that depends only on sizes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...arch import Arch
 from ...ir.core import Fusion, Op, Value
@@ -27,7 +27,6 @@ from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "grouped_swizzle")
-_SUMS = ("sum", "logsumexp", "group_sum", "topk_weights_backward")
 _TURNING = {"turn": block_copies.turning, "turn_runs": block_copies.turning_runs}
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
@@ -41,7 +40,7 @@ class Loops(Source):
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
-        self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
+        self.sums = [op for op in fusion.ops if op.kind.name in _SUMMED]
         self._made = {op: _results(fusion, op) for op in self.sums}  # by kernels of their own
         self.copies, self.saved = copies.of_one_value(fusion), copies.saved(fusion)
         whole = [
@@ -92,7 +91,7 @@ class Loops(Source):
         left: values that are not in memory yet.
         """
         if op in self.sums:
-            return [self._summed(op, left)], self._made[op]
+            return [_SUMMED[op.kind.name](self, op, left)], self._made[op]
         if of_x := self.copies.get(op, ()):
             scale = e2m1_copies.chosen_inside(self.fusion, op)
             made = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
@@ -103,14 +102,8 @@ class Loops(Source):
             return [copies.reading(self, name, op, left)], op.outputs
         return (), ()
 
-    def _summed(self, op: Op, left: Sequence[Value]) -> KernelSource:
-        if op.kind.name == "combine":
-            return self.sum_of_slots(op, self._made[op], left)
-        if op.kind.name == "topk_weights_backward":
-            return router.backward(self, op, left)
-        if op.kind.name == "logsumexp":
-            return self._logsumexp(op, left)
-        return self._group_sum(op, left) if op.kind.name == "group_sum" else self._sum(op, left)
+    def _combine(self, op: Op, left: Sequence[Value]) -> KernelSource:
+        return self.sum_of_slots(op, self._made[op], left)
 
     def _logsumexp(self, op: Op, left: Sequence[Value]) -> KernelSource:
         """A warp for each row, which reads it twice: for its largest number, then to sum."""
@@ -251,6 +244,15 @@ class Loops(Source):
         return self.for_all(
             name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)]
         )
+
+
+_SUMMED: dict[str, Callable[[Loops, Op, Sequence[Value]], KernelSource]] = {
+    "sum": Loops._sum,
+    "logsumexp": Loops._logsumexp,
+    "group_sum": Loops._group_sum,
+    "combine": Loops._combine,
+    "topk_weights_backward": router.backward,
+}
 
 
 def _sum_blocks(threads: int, start: str, stop: str, add: Sequence[str]) -> list[str]:
