@@ -60,11 +60,11 @@ class ProductPlan:
     width: int
     combine: Op | None
     tokens: tuple[Value, ...]
-    kind: str = "fprop"
-    sums: tuple[Op, ...] = ()
-    added: tuple[GroupedProduct, ...] = ()
-    row_order: bool = False
-    quantized: tuple[Value, ...] = ()
+    kind: str
+    sums: tuple[Op, ...]
+    added: tuple[GroupedProduct, ...]
+    row_order: bool
+    quantized: tuple[Value, ...]
 
     @property
     def made(self) -> tuple[Value, ...]:
@@ -165,8 +165,8 @@ Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that 
 def plan_product(
     fusion: Fusion,
     readers: Readers,
-    dgrad: Readers = (),
-    of_added: Readers = (),
+    dgrad: Readers,
+    of_added: Readers,
     of_rows: Collection[str] = ACTIVATIONS,
 ) -> ProductPlan:
     """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and
@@ -177,7 +177,7 @@ def plan_product(
     """
     found, added = main_and_added(fusion)
     op = found.op
-    if found.kind == "wgrad" or (found.kind == "dgrad" and not dgrad):
+    if found.kind == "wgrad":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
     w = op.values[1].type
@@ -209,22 +209,22 @@ def plan_product(
     width = _width(fusion, op, of_product)
     _need_width(fusion, width, op, [v for v in rows if v not in after])
     return ProductPlan(
-        fusion,
-        op,
-        weight,
-        w.encoding,
-        w.layout,
-        transposed,
-        first,
-        tuple(rows),
-        width,
-        combine,
-        tokens,
-        found.kind,
-        sums,
-        added,
-        options.current().row_order,
-        () if unpack is None else unpack.outputs,
+        fusion=fusion,
+        product=op,
+        weight=weight,
+        encoding=w.encoding,
+        layout=w.layout,
+        transposed=transposed,
+        first=first,
+        rows=tuple(rows),
+        width=width,
+        combine=combine,
+        tokens=tokens,
+        kind=found.kind,
+        sums=sums,
+        added=added,
+        row_order=options.current().row_order,
+        quantized=() if unpack is None else unpack.outputs,
     )
 
 
