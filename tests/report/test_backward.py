@@ -4,12 +4,14 @@ gradients come from.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from bad_calls import messages
 from experts import experts
 
 import fusion_moe
-from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import add_lora_
 
 ops = torch.ops.fusion_moe
@@ -134,17 +136,13 @@ def test_several_graphs_have_a_backward_each(x):
     assert [g.name for g in report.gradients].count("gate_up") == 2
 
 
-def test_a_call_without_gradients_has_no_backward(x):
-    with (
-        torch.no_grad(),
-        pytest.raises(
-            UnsupportedError,
-            match="of whose results none requires a gradient; expected a training step",
-        ),
-    ):
-        fusion_moe.explain(Layer(), x, backward=True)
-
-
-def test_a_backward_is_not_measured(x):
-    with pytest.raises(UnsupportedError, match="backward=True with measure or load"):
-        fusion_moe.explain(Layer(), x, backward=True, load=True)
+def test_bad_calls(x, golden):
+    explain = partial(fusion_moe.explain, Layer(), x, backward=True)
+    golden(
+        messages(
+            {
+                "without gradients": torch.no_grad()(explain),
+                "measured": lambda: explain(load=True),
+            }
+        )
+    )

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from bad_calls import messages
 from experts import experts_of_ones
 from kernel_tables import TABLE, use
 
@@ -49,7 +50,7 @@ def test_kernels_follow_the_sizes():
     ]
 
 
-def test_kernels_follow_the_gpu():
+def test_kernels_follow_the_gpu(golden):
     ada = report(4000, gpu="L40S")
     assert all(
         "large_mma" in kernels and "fragment order" not in kernels for kernels in launched(ada)
@@ -63,16 +64,16 @@ def test_kernels_follow_the_gpu():
     of_8_6 = report(4000, gpu="8.6").fusions[0].gpu
     assert of_8_6.startswith("A10 (sm_86), never run on compute capability 8.6")
     assert report(4000, gpu=(8, 6)).fusions[0].gpu == of_8_6
-    with pytest.raises(UnsupportedError, match="gpu = 'A100' with measure or load; expected one"):
-        fusion_moe.explain(torch.nn.Linear(2, 2), torch.ones(1, 2), gpu="A100", measure=True)
-    with pytest.raises(
-        OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, A100 40GB, A10, "
-    ):
-        report(1, gpu="H300")
-    with pytest.raises(
-        OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"
-    ):
-        report(1, "cpu", "H200")
+    linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    golden(
+        messages(
+            {
+                "measured": lambda: fusion_moe.explain(linear, x, gpu="A100", measure=True),
+                "unknown": lambda: report(1, gpu="H300"),
+                "of a CPU": lambda: report(1, "cpu", "H200"),
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

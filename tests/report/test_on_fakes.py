@@ -5,12 +5,13 @@ stays as it is.
 import layer
 import pytest
 import torch
+from bad_calls import messages
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
 from fusion_moe.backends import TARGETS
-from fusion_moe.errors import ShapeError, UnsupportedError
+from fusion_moe.errors import UnsupportedError
 
 EXPERTS, HIDDEN, TOKENS, TOP_K = 4, 64, 6, 2
 
@@ -177,23 +178,23 @@ def test_parameters_of_one_tensor_stay_one(x):
     assert seen == [True]
 
 
-def test_a_wrong_call_raises_the_operations_error():
+@torch.no_grad()
+def test_wrong_calls(golden):
+    """What an operation says, and what is no call."""
     ids, w = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
-    with (
-        torch.no_grad(),
-        pytest.raises(
-            ShapeError, match=f"^explain: fused_experts: x has 63 features; expected {HIDDEN}"
-        ),
-    ):
-        fusion_moe.explain(Layer().experts, torch.randn(TOKENS, 63), ids, w)
-    with pytest.raises(
-        UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"
-    ):
-        fusion_moe.explain(3)
+    experts, x = Layer().experts, torch.randn(TOKENS, 63)
     with pytest.raises(
         UnsupportedError, match="^explain: arguments without a tensor: .*; expected"
     ):
         fusion_moe.explain(torch.relu, [1, 2])
+    golden(
+        messages(
+            {
+                "features": lambda: fusion_moe.explain(experts, x, ids, w),
+                "a number": lambda: fusion_moe.explain(3),
+            }
+        )
+    )
 
 
 @pytest.mark.gpu

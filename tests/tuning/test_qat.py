@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from bad_calls import messages
 from experts import float_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +19,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 import fusion_moe
 from fusion_moe.encodings import dequantize
-from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import contract_of, qat_
 from fusion_moe.nn.config import CONFIGS
 
@@ -271,42 +272,30 @@ def test_a_model_of_transformers_from_training_to_a_directory(encoding, scales, 
     assert served.model.layers[0].mlp.experts.scales == scales
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"encoding": "int4"}, OptionError, "encoding = 'int4'; expected one of nvfp4, mxfp4"),
-        ({"scales": "learned"}, OptionError, "scales = 'learned'; expected one of max, four"),
-        (
-            {"encoding": "mxfp4", "scales": "four_over_six"},
-            UnsupportedError,
-            "qat_: scales = 'four_over_six' for mxfp4; expected 'max' or 'mse'",
-        ),
-        ({"straight_through": "no"}, OptionError, "expected one of exact, float, saved"),
-        (
-            {"encoding": "mxfp4", "frozen": True},
-            OptionError,
-            "frozen = True with mxfp4; expected F",
-        ),
-    ],
-)
-def test_options(given, error, said):
-    with pytest.raises(error, match=said):
-        qat_(floats(), **given)
+def test_options(golden):
+    wrong = {
+        "another encoding": {"encoding": "int4"},
+        "another rule": {"scales": "learned"},
+        "a rule of NVFP4": {"encoding": "mxfp4", "scales": "four_over_six"},
+        "another gradient": {"straight_through": "no"},
+        "frozen MXFP4": {"encoding": "mxfp4", "frozen": True},
+    }
+    golden(messages({what: partial(qat_, floats(), **given) for what, given in wrong.items()}))
 
 
-def test_models_that_cannot():
-    model = floats()
+def test_models_that_cannot(golden):
+    model, bad = floats(), floats()
     qat_(model)
-    with pytest.raises(UnsupportedError, match="0, a Qwen3MoeExperts; expected experts that use"):
-        qat_(model)
-    with pytest.raises(UnsupportedError, match="no experts that can be quantized"):
-        qat_(nn.Sequential(nn.Linear(4, 4)))
-    bad = floats()
     with torch.no_grad():
         bad[0].down_proj[0, 0, 0] = float("nan")
-    with pytest.raises(NonFiniteError, match="0.down_proj"):
-        qat_(bad)
+    golden(
+        messages(
+            {
+                "again": lambda: qat_(model),
+                "no experts": lambda: qat_(nn.Sequential(nn.Linear(4, 4))),
+                "NaN": lambda: qat_(bad),
+            }
+        )
+    )
     assert type(bad[0]) is Qwen3MoeExperts
-    weights = float_weights(E, H, I)
-    quantized = nn.Sequential(fusion_moe.NVFP4Experts.from_float(*weights))
-    qat_(quantized)  # a warning: nothing is in floats
+    qat_(nn.Sequential(fusion_moe.NVFP4Experts.from_float(*float_weights(E, H, I))))  # a warning
