@@ -48,40 +48,12 @@ def product(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return O.nvfp4_grouped_mm(x, *w, offs)
 
 
-def _one_row(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return product(product(x, offs, *w[:3])[None] + 1, offs, *w[3:])
-
-
-def _one_row_expanded(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return product(x, offs, *w)[None, None].expand(2, -1, -1, -1).sum(0) + 1
-
-
-def _one_row_of_experts(x: Tensor, offs: Tensor, ids: Tensor, scores: Tensor, *w: Tensor) -> Tensor:
-    return O.expert_mlp(product(x, offs, *w[:3])[None].reshape(1, N), ids, scores, *w[3:])
-
-
 def _shared_ends(x: Tensor, y: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return product(product(x, offs, *w[:3])[: len(y)] + y, offs, *w[3:])
 
 
 def _other_ends(x: Tensor, bias: Tensor, offs: Tensor, others: Tensor, *w: Tensor) -> Tensor:
     return O.group_add(product(x, offs, *w), bias, others)
-
-
-def _bias_of_the_region(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return O.group_add(product(x, offs, *w), (bias * 2).to(x.dtype), offs)
-
-
-def _constant_bias(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return O.group_add(product(x, offs, *w), torch.ones(2, N, dtype=x.dtype, device=x.device), offs)
-
-
-def _bias_before(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return product(O.group_add(x.float(), bias.float(), offs).to(x.dtype), offs, *w)
-
-
-def _constant_rows(offs: Tensor, *w: Tensor) -> Tensor:
-    return product(torch.full((6, N), 2.0, device=offs.device), offs, *w) + 1
 
 
 def _masks(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
@@ -107,12 +79,6 @@ def _rounded_numbers(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return torch.stack([y > 0.1, y >= 0.1, y == 0.1, y != 0.3, y < 0.3, y <= 0.3]).float()
 
 
-def _one_token_of_a_sum(
-    x: Tensor, offs: Tensor, slots: Tensor, scores: Tensor, *w: Tensor
-) -> Tensor:
-    return O.combine(product(x, offs, *w), slots, scores)[1:2].relu()
-
-
 def _near_a_tenth(dtype: torch.dtype) -> Tensor:
     return torch.tensor([0.1, 0.3, -0.1, 0.2] * 2 * N, dtype=dtype).reshape(8, N)
 
@@ -136,9 +102,20 @@ def _experts() -> list[Tensor]:
 
 
 EDGES = {
-    "one row": Edge(_one_row, lambda: [rows(1), ends(0, 1), *_two()]),
-    "one row, expanded": Edge(_one_row_expanded, lambda: [rows(1), ends(0, 1), *weight(0)]),
-    "one row of experts": Edge(_one_row_of_experts, lambda: [rows(1), ends(0, 1), *_experts()]),
+    "one row": Edge(
+        lambda x, offs, *w: product(product(x, offs, *w[:3])[None] + 1, offs, *w[3:]),
+        lambda: [rows(1), ends(0, 1), *_two()],
+    ),
+    "one row, expanded": Edge(
+        lambda x, offs, *w: product(x, offs, *w)[None, None].expand(2, -1, -1, -1).sum(0) + 1,
+        lambda: [rows(1), ends(0, 1), *weight(0)],
+    ),
+    "one row of experts": Edge(
+        lambda x, offs, ids, scores, *w: O.expert_mlp(
+            product(x, offs, *w[:3])[None].reshape(1, N), ids, scores, *w[3:]
+        ),
+        lambda: [rows(1), ends(0, 1), *_experts()],
+    ),
     "ends of another tensor's rows": Edge(
         _shared_ends, lambda: [rows(8), rows(5), ends(4, 8), *_two()], wrong=True
     ),
@@ -153,15 +130,29 @@ EDGES = {
         _other_ends, lambda: [rows(6), rows(3, 1), ends(3, 6), ends(1, 4, 5), *weight(0)]
     ),
     "a bias made on the way": Edge(
-        _bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]
+        lambda x, bias, offs, *w: O.group_add(product(x, offs, *w), (bias * 2).to(x.dtype), offs),
+        lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)],
     ),
-    "a constant bias": Edge(_constant_bias, lambda: [rows(6), ends(3, 5), *weight(0)]),
+    "a constant bias": Edge(
+        lambda x, offs, *w: O.group_add(
+            product(x, offs, *w), torch.ones(2, N, dtype=x.dtype, device=x.device), offs
+        ),
+        lambda: [rows(6), ends(3, 5), *weight(0)],
+    ),
     "a bias before the product": Edge(
-        _bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]
+        lambda x, bias, offs, *w: product(
+            O.group_add(x.float(), bias.float(), offs).to(x.dtype), offs, *w
+        ),
+        lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)],
     ),
-    "constant rows": Edge(_constant_rows, lambda: [ends(3, 5), *weight(0)]),
+    "constant rows": Edge(
+        lambda offs, *w: product(torch.full((6, N), 2.0, device=offs.device), offs, *w) + 1,
+        lambda: [ends(3, 5), *weight(0)],
+    ),
     "one token of a sum": Edge(
-        _one_token_of_a_sum,
+        lambda x, offs, slots, scores, *w: O.combine(product(x, offs, *w), slots, scores)[
+            1:2
+        ].relu(),
         lambda: [
             rows(4),
             ends(1, 4),

@@ -15,7 +15,7 @@ from test_cpu_added import fusion_of
 from test_cpu_added import operands as beside
 from test_cpu_encodings import random_weights
 from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
-from test_cpu_loops import CASES, OF_ANY_ROWS, swizzled
+from test_cpu_loops import CASES, OF_ANY_ROWS, made, swizzled
 from test_cpu_training import BF16, KINDS, operands, product
 
 from fusion_moe.ir.core import Fusion
@@ -136,8 +136,8 @@ def experts() -> Cases:
 
 
 def loops() -> Cases:
-    for name, make in CASES.items():
-        fusion, inputs = make()
+    for name in CASES:
+        fusion, inputs = made(name)
         for rows in (7, 1, 0) if name in OF_ANY_ROWS else (7,):
             yield fusion, [t[:rows] if t.shape[0] == 7 else t for t in inputs]
     for sizes in ((0, 0), (1, 200), (31, 1)):

@@ -96,18 +96,6 @@ def test_what_is_no_permutation_is_not_inverted(slots):
     )
 
 
-def test_a_permutation_is_inverted():
-    fd = FusionDefinition()
-    slot_of = fd.define_tensor(shape=[2, 2], dtype="i32")
-    fd.add_output(fd.ops.invert(slot_of, 4))
-    assert fusion_moe.run(fd.fusion(), [torch.tensor([[2, 0], [3, 1]]).int()])[0].tolist() == [
-        1,
-        3,
-        0,
-        2,
-    ]
-
-
 @pytest.mark.parametrize("index", [4, -1, 2**31 - 1, -(2**31)])
 def test_an_index_that_is_no_row(index):
     fd = FusionDefinition()

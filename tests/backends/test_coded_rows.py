@@ -5,15 +5,13 @@ the CPU, where another one stands for what is PTX (cuda_on_cpu/).
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 import pytest
 import torch
-from test_cuda_e2m1_source import HERE, pointer
+from on_cpu import copy, library, pointer
 
 from fusion_moe.backends.cuda.launch import KERNELS
 from fusion_moe.encodings import FP8_ROWS, dequantize, quantize
-from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 _CALL = """
@@ -29,18 +27,10 @@ extern "C" void decode(const u8* codes, const float* scales, i64 pieces, bf16* t
 @pytest.mark.parametrize(("k", "order"), [(192, False), (192, True), (400, False)])
 def test_decoded_rows_are_those_of_the_encoding(k, order, tmp_path):
     rows = quantize(torch.randn(5, k) * 2.0 ** torch.arange(-4, 6, 2)[:, None], FP8_ROWS)
-    made = tmp_path / "made.so"
-    text = _CALL.format(k=k, order=str(order).lower())
-    made.with_suffix(".cpp").write_text(text)
-    (tmp_path / "coded_rows.cuh").write_text((KERNELS / "coded_rows.cuh").read_text())
-    compiler = find_compiler()
-    assert compiler
-    flags = f"-std=c++20 -O1 -fPIC -shared -w -I{HERE}".split()
-    command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
-    subprocess.run(command, check=True)
+    copy(tmp_path, KERNELS / "coded_rows.cuh")
     found = torch.empty(5, k, dtype=torch.bfloat16)
     codes, scales = (t.contiguous() for t in rows)
-    ctypes.CDLL(str(made)).decode(
+    library(tmp_path, _CALL.format(k=k, order=str(order).lower())).decode(
         pointer(codes), pointer(scales), ctypes.c_int64(found.numel() // 8), pointer(found)
     )
     if order:  # see fragment_order.cuh

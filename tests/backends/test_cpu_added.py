@@ -4,7 +4,7 @@ that this machine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -14,7 +14,6 @@ from cpu_tiers import (
     OF_VECTORS,
     TIERS,
     check_segments,
-    emulated_amx,
     program,
     same,
     small_integers,
@@ -34,14 +33,8 @@ from fusion_moe.layouts.groups import ends_from_sizes
 from fusion_moe.runtime.program import Program
 from fusion_moe.schedule.segment import Segment
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
 SEVEN = PARTITIONS["seven"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
 
 
 def operands(

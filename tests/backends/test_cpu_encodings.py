@@ -4,7 +4,6 @@ reference, for every byte there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -13,7 +12,6 @@ from cpu_tiers import (
     DTYPES,
     OF_VECTORS,
     TIERS,
-    emulated_amx,
     program,
     same,
     same_on_any_threads,
@@ -34,7 +32,7 @@ from fusion_moe.encodings import (
 )
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", "int4", *PLAIN)
 # with AMX there are kernels of its own for e2m1 codes only
@@ -46,12 +44,6 @@ TIERS_AND_FORMATS = [
 SIZES = (1, 0, 2, 3, 4, 16, 50, 300)
 NAN = 255  # of e8m0
 IN_RANGE = (106, 133)  # what kernels/weights/mxfp4.h has in range
-
-
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
 
 
 def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from cpu_tiers import (
     DTYPES,
     TIERS,
     check_segments,
-    emulated_amx,
     program,
     same,
     same_on_any_threads,
@@ -38,13 +36,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def amx() -> Iterator[None]:
-    with emulated_amx():
-        yield
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
 
 
 MANY = 256  # groups; in tests of fewer the last ones are empty, so that all share a kernel

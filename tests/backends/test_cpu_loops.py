@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import long_sums
 import pytest
 import torch
 from cpu_tiers import together
-from fusions import assert_same_bits, bits, inputs_of, mxfp8_copies, numbers_of_all_sizes, programs
+from fusions import (
+    assert_same_bits,
+    bits,
+    in_groups,
+    inputs_of,
+    mxfp8_copies,
+    numbers_of_all_sizes,
+    of_groups,
+    programs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,6 +31,7 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import Error, NonFiniteError
 from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.types import dtype_name
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 
@@ -50,41 +62,6 @@ def close(found: Tensor, want: Tensor, by: float) -> None:
 # Each operation -----------------------------------------------------------------------------------
 
 
-def of(*tensors: Tensor):
-    """A decorator: builds a fusion by calling the function with fd and inputs like these tensors;
-    size 7 is a symbol.
-    """
-
-    def decorate(build):
-        def make() -> tuple[Fusion, list[Tensor]]:
-            fd = FusionDefinition()
-            m = fd.define_size("m")
-            names = {
-                torch.float32: "f32",
-                torch.bfloat16: "bf16",
-                torch.float16: "f16",
-                torch.int64: "i64",
-                torch.int32: "i32",
-                torch.uint8: "u8",
-                torch.bool: "bool",
-                torch.float8_e4m3fn: "f8e4m3",
-            }
-            values = [
-                fd.define_tensor(shape=[m if n == 7 else n for n in t.shape], dtype=names[t.dtype])
-                for t in tensors
-            ]
-            made = build(fd, *values)
-            for v in made if isinstance(made, tuple) else (made,):
-                fd.add_output(v)
-            return fd.fusion(), list(tensors)
-
-        CASES[build.__name__] = make
-        return build
-
-    return decorate
-
-
-CASES: dict = {}
 BOTH_TIERS = (isa.available()[0], "generic")  # with the longest vectors, and the shortest
 OF_ANY_ROWS = (
     "sum_of_rows",
@@ -104,40 +81,12 @@ INF, NAN = float("inf"), float("nan")
 EDGES = torch.tensor([[-INF] * 3, [-INF, 1.0, 2.0], [INF, 1.0, -INF], [NAN, INF, 1.0]])
 
 
-@of(F)
-def sum_of_rows(fd, x):
-    return fd.ops.sum(x, dims=(1,), keepdim=True)
-
-
-@of(F.bfloat16())
-def sum_of_columns(fd, x):
-    return fd.ops.sum(x, dims=(0,), keepdim=False)
-
-
-@of(CUBE)
-def sums_of_a_cube(fd, x):
-    return fd.ops.sum(fd.ops.neg(x), dims=(1,), keepdim=False)
-
-
-@of(CUBE)
-def sum_of_all(fd, x):
-    return fd.ops.sum(x, dims=(0, 1, 2), keepdim=False)
-
-
-@of(CUBE)
-def sum_of_the_outer(fd, x):
-    return fd.ops.sum(x, dims=(0, 2), keepdim=True)
-
-
-@of(F)
 def sum_read_again(fd, x):
     total = fd.ops.sum(x, dims=(1,), keepdim=True)
     return fd.ops.div(x, total), fd.ops.cast(total, dtype="bf16")
 
 
-@of(F, F.bfloat16())
 def moved(fd, x, y):
-    fd.ops.cast(y, dtype="f32")
     turned = fd.ops.permute(
         fd.ops.pad(x, before=(0, 2), after=(0, 5), shape=(x.type.shape[0], 40)), dims=(1, 0)
     )
@@ -149,26 +98,6 @@ def moved(fd, x, y):
     )
 
 
-@of(F)
-def padded_rows(fd, x):
-    m = x.type.shape[0]
-    return fd.ops.pad(x, before=(1, 0), after=(2, 0), shape=(m + 3, 33))
-
-
-@of(F, F[:4])
-def rows_joined(fd, x, y):
-    return fd.ops.cat(x, fd.ops.neg(y), dim=0)
-
-
-@of(F)
-def rows_from_a_size_on(fd, x):
-    m = x.type.shape[0]
-    return fd.ops.slice(
-        fd.ops.cat(x, fd.ops.neg(x), dim=0), start_indices=(m, 0), end_indices=(2 * m, 33)
-    )
-
-
-@of(COUNTS, COUNTS.int())
 def whole_numbers(fd, a, b):
     sums = fd.ops.add(fd.ops.mul(a, 3), fd.ops.cast(b, dtype="i64"))
     return (
@@ -178,39 +107,12 @@ def whole_numbers(fd, a, b):
     )
 
 
-@of(F, torch.tensor([3, 0, 3, 6, 1]), F[:5])
-def added_where_taken(fd, acc, index, x):
-    return fd.ops.index_put_accumulate(acc, index, fd.ops.mul(x, 2.0))
-
-
-@of(F, F.bfloat16(), ENDS)
-def bias_of_groups(fd, x, y, offs):
-    groups = fd.define_groups("g", 3)
-    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=groups)
-    bias = fd.ops.full(shape=(3, 33), fill_value=0.5, dtype="f32")
-    return fd.ops.zero_rest(fd.ops.partition(x, ends), ends), bias
-
-
-@of(F, torch.randn(3, 33, generator=g), ENDS)
-def bias_in_memory(fd, x, bias, offs):
-    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
-    return fd.ops.group_add(fd.ops.neg(fd.ops.partition(x, ends)), bias, ends)
-
-
-@of(F, F.bfloat16(), torch.randn(3, 33, generator=g), ENDS)
 def scale_of_groups(fd, x, y, scale, offs):
-    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
-    x, y, narrow = fd.ops.partition(x, ends), fd.ops.partition(y, ends), fd.ops.cast(scale, "bf16")
+    (x, ends), (y, _) = in_groups(fd, x, offs), in_groups(fd, y, offs)
+    narrow = fd.ops.cast(scale, "bf16")
     return fd.ops.group_mul(x * 2.0, scale, ends), fd.ops.group_mul(y, narrow + 1.0, ends)
 
 
-@of(torch.cat([F[:6], torch.full((1, 33), torch.nan)]), ENDS)
-def sums_of_groups(fd, x, offs):
-    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
-    return fd.ops.group_sum(fd.ops.neg(fd.ops.partition(x, ends)), ends)
-
-
-@of(F, torch.randint(0, 5, (7, 2), generator=g), torch.rand(7, 2, generator=g))
 def routed_and_combined(fd, x, ids, w):
     _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))
     rows = fd.ops.index_select(x, row_of, dim=0)
@@ -219,73 +121,135 @@ def routed_and_combined(fd, x, ids, w):
     )
 
 
-@of(torch.randn(7, 12, generator=g).bfloat16(), torch.randn(12, generator=g))
 def routed_by_softmax(fd, logits, bias):
     ids = fd.ops.topk_ids(logits, bias, k=4)
-    ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 12))
     return (
         ids,
         fd.ops.topk_weights(logits, ids, dtype="f16"),
         fd.ops.topk_weights(logits, ids, renormalize=True),
-        ends,
-        row_of,
-        slot_of,
+        *fd.ops.route(ids, groups=fd.define_groups("g", 12)),
     )
 
 
-@of(torch.randn(7, 12, generator=g), torch.randn(12, generator=g))
 def routed_by_sigmoid_in_groups(fd, logits, bias):
     how = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
-    ids, best = (
-        fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how),
-        fd.ops.topk_ids(logits, 0, k=5, **how),
-    )
     of = {"scoring": "sigmoid", "routed_scaling_factor": 2.5}
+    ids = fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how)
     return (
         ids,
-        best,
+        fd.ops.topk_ids(logits, 0, k=5, **how),
         *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True)),
     )
 
 
-@of(
-    torch.randn(7, 12, generator=g),
-    torch.randn(7, 12, generator=g).argsort(1)[:, :3],
-    torch.randn(7, 3, generator=g),
-)
-def gradients_of_routers(fd, logits, ids, dw):
-    return tuple(
-        fd.ops.topk_weights_backward(
-            logits, ids, dw, scoring=s, renormalize=r, routed_scaling_factor=2.0
-        )
-        for s in ("softmax", "sigmoid")
-        for r in (False, True)
-    )
+# inputs, and what is made of values like them: size 7 is a symbol
+CASES: dict[str, tuple[list[Tensor], Callable[..., Any]]] = {
+    "sum_of_rows": ([F], lambda fd, x: fd.ops.sum(x, dims=(1,), keepdim=True)),
+    "sum_of_columns": ([F.bfloat16()], lambda fd, x: fd.ops.sum(x, dims=(0,), keepdim=False)),
+    "sums_of_a_cube": ([CUBE], lambda fd, x: fd.ops.sum(fd.ops.neg(x), dims=(1,), keepdim=False)),
+    "sum_of_all": ([CUBE], lambda fd, x: fd.ops.sum(x, dims=(0, 1, 2), keepdim=False)),
+    "sum_of_the_outer": ([CUBE], lambda fd, x: fd.ops.sum(x, dims=(0, 2), keepdim=True)),
+    "sum_read_again": ([F], sum_read_again),
+    "moved": ([F, F.bfloat16()], moved),
+    "padded_rows": (
+        [F],
+        lambda fd, x: fd.ops.pad(x, before=(1, 0), after=(2, 0), shape=(x.type.shape[0] + 3, 33)),
+    ),
+    "rows_joined": ([F, F[:4]], lambda fd, x, y: fd.ops.cat(x, fd.ops.neg(y), dim=0)),
+    "rows_from_a_size_on": (
+        [F],
+        lambda fd, x: fd.ops.slice(
+            fd.ops.cat(x, fd.ops.neg(x), dim=0),
+            start_indices=(x.type.shape[0], 0),
+            end_indices=(2 * x.type.shape[0], 33),
+        ),
+    ),
+    "whole_numbers": ([COUNTS, COUNTS.int()], whole_numbers),
+    "added_where_taken": (
+        [F, torch.tensor([3, 0, 3, 6, 1]), F[:5]],
+        lambda fd, acc, index, x: fd.ops.index_put_accumulate(acc, index, fd.ops.mul(x, 2.0)),
+    ),
+    "bias_of_groups": (
+        [F, ENDS],
+        lambda fd, x, offs: (
+            fd.ops.zero_rest(*in_groups(fd, x, offs)),
+            fd.ops.full(shape=(3, 33), fill_value=0.5, dtype="f32"),
+        ),
+    ),
+    "bias_in_memory": ([F, torch.randn(3, 33, generator=g), ENDS], of_groups("group_add")),
+    "scale_of_groups": (
+        [F, F.bfloat16(), torch.randn(3, 33, generator=g), ENDS],
+        scale_of_groups,
+    ),
+    "sums_of_groups": (
+        [torch.cat([F[:6], torch.full((1, 33), torch.nan)]), ENDS],
+        of_groups("group_sum"),
+    ),
+    "routed_and_combined": (
+        [F, torch.randint(0, 5, (7, 2), generator=g), torch.rand(7, 2, generator=g)],
+        routed_and_combined,
+    ),
+    "routed_by_softmax": (
+        [torch.randn(7, 12, generator=g).bfloat16(), torch.randn(12, generator=g)],
+        routed_by_softmax,
+    ),
+    "routed_by_sigmoid_in_groups": (
+        [torch.randn(7, 12, generator=g), torch.randn(12, generator=g)],
+        routed_by_sigmoid_in_groups,
+    ),
+    "gradients_of_routers": (
+        [
+            torch.randn(7, 12, generator=g),
+            torch.randn(7, 12, generator=g).argsort(1)[:, :3],
+            torch.randn(7, 3, generator=g),
+        ],
+        lambda fd, logits, ids, dw: tuple(
+            fd.ops.topk_weights_backward(
+                logits, ids, dw, scoring=s, renormalize=r, routed_scaling_factor=2.0
+            )
+            for s in ("softmax", "sigmoid")
+            for r in (False, True)
+        ),
+    ),
+    "maps_and_logsumexp": (
+        [torch.randn(7, 12, generator=g).argsort(1)[:, :3], F, F.bfloat16(), EDGES],
+        lambda fd, ids, x, narrow, edges: (
+            fd.ops.routing_map(ids, experts=12),
+            *(fd.ops.sub(v, fd.ops.logsumexp(v)) for v in (x, fd.ops.mul(narrow, 90.0))),
+            fd.ops.logsumexp(edges),
+        ),
+    ),
+    "scales_of_matrices": (
+        [torch.randn(7, 2, 64, generator=g).half()],
+        lambda fd, x: fd.ops.decode_scale(x, encoding="nvfp4"),
+    ),
+}
 
 
-@of(torch.randn(7, 12, generator=g).argsort(1)[:, :3], F, F.bfloat16(), EDGES)
-def maps_and_logsumexp(fd, ids, x, narrow, edges):
-    return (
-        fd.ops.routing_map(ids, experts=12),
-        *(fd.ops.sub(v, fd.ops.logsumexp(v)) for v in (x, fd.ops.mul(narrow, 90.0))),
-        fd.ops.logsumexp(edges),
-    )
-
-
-@of(torch.randn(7, 2, 64, generator=g).half())
-def scales_of_matrices(fd, x):
-    return fd.ops.decode_scale(x, encoding="nvfp4")
+def made(case: str) -> tuple[Fusion, list[Tensor]]:
+    tensors, build = CASES[case]
+    fd = FusionDefinition()
+    m = fd.define_size("m")
+    shapes = ([m if n == 7 else n for n in t.shape] for t in tensors)
+    values = [
+        fd.define_tensor(shape=shape, dtype=dtype_name(t.dtype))
+        for shape, t in zip(shapes, tensors, strict=True)
+    ]
+    found = build(fd, *values)
+    for v in found if isinstance(found, tuple) else (found,):
+        fd.add_output(v)
+    return fd.fusion(), tensors
 
 
 @cache
 def of_cases() -> dict[str, Program]:
     """All in one library."""
-    return together({case: make()[0] for case, make in CASES.items()}, BOTH_TIERS[0])
+    return together({case: made(case)[0] for case in CASES}, BOTH_TIERS[0])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation(case):
-    fusion, inputs = CASES[case]()
+    fusion, inputs = made(case)
     for found, want in zip(of_cases()[case](inputs), fusion.evaluate(*inputs), strict=True):
         close(found, want, 1e-5 if want.dtype == torch.float32 else 2.0**-8)
 
@@ -293,7 +257,7 @@ def test_an_operation(case):
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(rows):
     for case in OF_ANY_ROWS:
-        fusion, inputs = CASES[case]()
+        fusion, inputs = made(case)
         inputs = [t[:rows] for t in inputs]
         for found, want in zip(of_cases()[case](inputs), fusion.evaluate(*inputs), strict=True):
             close(found, want, 2.0**-8)
@@ -320,9 +284,7 @@ def test_quantize_is_that_of_the_reference(dtype, tier):
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     x = every[every.isfinite()].float()[: 62 * 1024].view(4, 62 * 2, 128)
     x = torch.cat([x, x * torch.randn(x.shape, generator=g).exp2()], 1).to(dtype)
-    fusion = quantized(
-        x.shape, {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], runs=2
-    )
+    fusion = quantized(x.shape, dtype_name(dtype), runs=2)
     for decode_scale in (
         torch.rand(4, 2, generator=g),
         torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]]),
@@ -369,8 +331,7 @@ def swizzled(sizes: tuple[int, ...], cols: int) -> tuple[Fusion, list[Tensor]]:
         fd.define_tensor(shape=[fd.define_size("m"), cols], dtype="f8e4m3"),
         fd.define_tensor(shape=[len(sizes)], dtype="i32"),
     )
-    made = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", len(sizes)))
-    fd.add_output(fd.ops.grouped_swizzle(fd.ops.partition(x, made), made, layout="sf128x4"))
+    fd.add_output(fd.ops.grouped_swizzle(*in_groups(fd, x, offs), layout="sf128x4"))
     scales = torch.randint(0, 256, (int(ends[-1]) + 5, cols), generator=g).to(torch.uint8)
     return fd.fusion(), [scales.view(torch.float8_e4m3fn), ends]
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cpu_tiers import TIERS, emulated_amx, program, same, same_on_any_threads
+from cpu_tiers import TIERS, program, same, same_on_any_threads
 from fusions import fusion_of_call
 from test_cpu_kernels import random_weight
 from test_cpu_training import experts
@@ -18,15 +18,9 @@ from test_cpu_training import experts
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.derivative import differentiate
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
 
 EXPERTS, HIDDEN, INTERMEDIATE, SLOTS = 6, 272, 144, 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _amx():
-    with emulated_amx():
-        yield
 
 
 def layer(tokens: int, tier: str):

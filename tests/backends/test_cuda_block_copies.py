@@ -5,22 +5,19 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from fusions import assert_same_bits, numbers_of_all_sizes
+from on_cpu import copy, library, pointer
 from torch import Tensor
 
 from fusion_moe.backends.cuda.launch import KERNELS
 from fusion_moe.encodings import FP8_COLUMNS, FP8_E8M0, FP8_ROWS, quantize
 from fusion_moe.ir.kinds.runs import quantize_runs, turn_runs
-from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
-HERE = Path(__file__).parent / "cuda_on_cpu"
 K, N, SIZES = 384, 256, (130, 0, 33, 128, 3)
 ROW = f"""const auto row = [=](i64 m) {{
     return [=](i64 j0, float (&eight)[8]) {{
@@ -55,15 +52,8 @@ extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
-    for header in "mxfp8.cuh", "block_copies.cuh":
-        (folder / header).write_text((KERNELS / header).read_text())
-    (folder / "made.cpp").write_text(CALLS)
-    compiler = find_compiler()
-    assert compiler
-    flags = f"-std=c++20 -O1 -pthread -fPIC -shared -ffp-contract=off -w -I{HERE}".split()
-    command = [*compiler.command, *flags, f"{folder}/made.cpp", "-o", f"{folder}/made.so"]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(f"{folder}/made.so")
+    copy(folder, KERNELS / "mxfp8.cuh", KERNELS / "block_copies.cuh")
+    return library(folder, CALLS)
 
 
 def numbers(rows: int) -> Tensor:
@@ -74,12 +64,7 @@ def numbers(rows: int) -> Tensor:
 def made(kernel: Callable[..., object], given: Sequence[Tensor | int], like: Sequence[Tensor]):
     """What a kernel writes into zeros."""
     found = [torch.zeros(t.shape, dtype=t.dtype) for t in like]
-    kernel(
-        *(
-            ctypes.c_void_p(t.data_ptr()) if isinstance(t, Tensor) else ctypes.c_int64(t)
-            for t in (*given, *found)
-        )
-    )
+    kernel(*(pointer(t) if isinstance(t, Tensor) else ctypes.c_int64(t) for t in (*given, *found)))
     return found
 
 

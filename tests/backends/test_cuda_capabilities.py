@@ -10,24 +10,28 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
-import torch
 from cubins import use_of
 from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS
-from test_cuda_source import MODELS, launches, layer, product_of
+from test_cuda_source import (
+    MODELS,
+    emitted,
+    encoded,
+    launches,
+    layer,
+    product_of,
+    small_operations,
+    tokens_of,
+)
 from test_cuda_training_source import adapted, derivative, packed, sources
 
 from fusion_moe import options
 from fusion_moe.arch import A10, A100, B200, L40S, RTX_PRO_6000, Arch
-from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda.heuristics import Chosen, SizeClass
 from fusion_moe.backends.cuda.launch import Launch, build
 from fusion_moe.backends.cuda.mma_tile import mma_tile, warp_columns
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.backends.cuda.variants import ALL
-from fusion_moe.compile import lower
-from fusion_moe.encodings import ENCODINGS, quantize
-from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
 
@@ -35,7 +39,6 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
 ]
-CUDA = TARGETS["cuda"]
 ALL_GPUS = (A100, A10, L40S, B200, RTX_PRO_6000)
 GPUS = pytest.mark.parametrize("gpu", ALL_GPUS, ids=lambda gpu: gpu.nvrtc)
 ENCODED = (*PAIRS, *EIGHT_BITS)
@@ -120,14 +123,7 @@ def test_all_variants_fit(gpu, fmt, activations, layout):
 
 @GPUS
 def test_small_operations_fit(gpu):
-    y, ids = torch.randn(6, 32).bfloat16(), torch.zeros(3, 2, dtype=torch.long)
-    calls = [
-        ("route", (ids, 4)),
-        ("combine", (y, ids.int(), torch.ones(3, 2))),
-        ("group_add", (y, y[:2], torch.tensor([2, 6], dtype=torch.int32))),
-    ]
-    found = [lower(fusion_of_call(*call[:1], *call[1]), CUDA, Options()) for call in calls]
-    made = [emit(s, CUDA) for lowered in found for s in lowered.segments]
+    made = [kernel for fusion in small_operations() for kernel in emitted(fusion)]
     check(launched(made, gpu, (3, 3000)), gpu)
 
 
@@ -178,10 +174,8 @@ def test_tiles_of_products_without_wgmma_fit(groups, read):
 @pytest.mark.parametrize("inner", [768, 208])
 def test_products_of_codes_fit(gpu, inner):
     """Of a layer with rows in FP8: the first quantizes its result, in whole blocks or not."""
-    shapes = ((8, 2 * inner, 512), (8, 512, inner))
-    weights = [[t.to("meta") for t in quantize(torch.ones(s), ENCODINGS["fp8"])] for s in shapes]
-    x, ids = torch.zeros(64, 512).bfloat16(), torch.zeros(64, 2, dtype=torch.long)
-    args = (*(t.to("meta") for t in (x, ids, torch.ones(64, 2))), *weights)
+    weights = encoded("fp8", 8, 2 * inner, 512), encoded("fp8", 8, 512, inner)
+    args = *tokens_of(64, 2, 512), *weights
     with options.override(cuda_arch=gpu.name):
         how = {"weight_format": "fp8", "activation_format": "fp8"}
         found = sources(fusion_of_call("fused_experts", *args, **how))

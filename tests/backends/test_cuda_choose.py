@@ -4,12 +4,10 @@ compiler.
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from itertools import combinations
 
 import pytest
 
-from fusion_moe import options
 from fusion_moe.arch import A100, H100, H200, KNOWN
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
@@ -99,8 +97,6 @@ def test_a_choice_is_a_value():
         )
         == 4
     )
-    with pytest.raises(FrozenInstanceError):
-        found.steps[0].overlaps = ()
     assert [k.text for k in found.kernels] == [k.text for step in found.steps for k in step.kernels]
 
 
@@ -206,14 +202,6 @@ def test_a_pinned_variant_that_does_not_fit_is_refused():
         r"small_m_1x1x1x1x3, ",
     ):
         call_of(products(""), cuda_variant="small")
-
-
-def test_the_pin_is_part_of_the_key():
-    assert Options() != Options().replace(cuda_variant="large_m_80x4")
-    assert (
-        options.from_environment({"FUSION_MOE_CUDA_VARIANT": "large_m_80x4"}).cuda_variant
-        == "large_m_80x4"
-    )
 
 
 def test_a_choice_reads_well(golden):

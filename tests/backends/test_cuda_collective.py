@@ -6,12 +6,12 @@ so, and they keep to their protocol, on the CPU, where headers stand for what is
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from fusions import fusion_of_call
-from test_cuda_source import needs_nvdisasm, sass, spills
+from on_cpu import HERE, compiled, copy
+from test_cuda_source import encoded, meta, needs_nvdisasm, sass, spills, tokens_of
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import A100, H200
@@ -21,16 +21,13 @@ from fusion_moe.backends.cuda.collective import Collective
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, build
 from fusion_moe.compile import lower, segments
-from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
-from fusion_moe.runtime.build import find_compiler
 
-HERE = Path(__file__).parent / "cuda_on_cpu"
 pytestmark = pytest.mark.once
 T = symbol("s0")
 EXCHANGE = ["send_tokens", "receive_tokens", "send_back", "sum_of_ranks"]
@@ -81,16 +78,14 @@ def test_kernels_compile_and_keep_all_in_registers(case):
 def test_sums_are_made_where_they_are_sent():
     """In a layer of experts: of the rows between, only those of groups are written."""
     ranks, tokens, slots, h, inner = 4, 6, 3, 256, 128
-    weights = [[*quantize(torch.zeros(8, *nk), NVFP4)] for nk in ((2 * inner, h), (h, inner))]
+    weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
     fusion = fusion_of_call(
         "fused_experts",
-        torch.zeros(tokens, h, dtype=torch.bfloat16),
-        torch.zeros(tokens, slots, dtype=torch.int64),
-        torch.zeros(tokens, slots),
+        *tokens_of(tokens, slots, h),
         *weights,
         weight_format="nvfp4",
         first_expert=8,
-        peers=torch.zeros(ranks + 4, dtype=torch.int64),
+        peers=meta(ranks + 4, dtype=torch.int64),
         across="g",
         of_experts=32,
     )
@@ -166,13 +161,8 @@ def test_ranks_keep_to_the_protocol(tmp_path):
     """Two and four, with tokens of their own numbers, while flags come late; a rank that is silent,
     that dies after it has sent, that is in another layer, that has no memory.
     """
-    for header in (KERNELS / "exchange.cuh", HERE / "exchange.cpp"):
-        (tmp_path / header.name).write_text(header.read_text())
-    compiler, made = find_compiler(), tmp_path / "exchange"
-    assert compiler
-    flags = ["-std=c++20", "-O1", "-g", "-pthread", "-w", "-fsanitize=thread", f"-I{HERE}"]
-    command = [*compiler.command, *flags, tmp_path / "exchange.cpp", "-o", made]
-    subprocess.run(command, check=True)
+    copy(tmp_path, KERNELS / "exchange.cuh", HERE / "exchange.cpp")
+    made = compiled(tmp_path, "", "-g", "-fsanitize=thread", name="exchange")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stderr == ""

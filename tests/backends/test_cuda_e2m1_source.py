@@ -5,12 +5,11 @@ they make, on the CPU, where a header stands for what is PTX (cuda_on_cpu/).
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from fusions import assert_same_bits, weights_to_round
+from on_cpu import copy, library, pointer
 from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe import options
@@ -24,10 +23,8 @@ from fusion_moe.ir.text import parse
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program
 from fusion_moe.runtime import nvrtc
-from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
-HERE = Path(__file__).parent / "cuda_on_cpu"
 
 
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
@@ -86,18 +83,10 @@ def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, numb
     x = weights_to_round(8, n, k)
     if number == "bf16":
         x = x.bfloat16().float()
-    made = tmp_path / "made.so"
-    (tmp_path / "e2m1_copies.cuh").write_text((KERNELS / "e2m1_copies.cuh").read_text())
+    copy(tmp_path, KERNELS / "e2m1_copies.cuh")
     tiles = str(layout != "linear").lower()
     text = _CALLS.format(n=n, k=k, scale=SCALES[encoding.name], tiles=tiles, number=number)
-    made.with_suffix(".cpp").write_text(text)
-    compiler = find_compiler()
-    assert compiler
-    flags = f"-std=c++20 -O1 -pthread -fPIC -shared -ffp-contract=off -w -I{HERE}".split()
-    command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
-    subprocess.run(command, check=True)
-    call = ctypes.CDLL(str(made))
-    scales = torch.ones(len(x))
+    call, scales = library(tmp_path, text), torch.ones(len(x))
     own = [
         torch.empty(encoding.part_shape(p, x.shape[:1], n, k), dtype=p.dtype)
         for p in encoding.parts[:2]
@@ -113,7 +102,3 @@ def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, numb
         call.make(pointer(x), pointer(given), ctypes.c_int64(len(x)), *map(pointer, own))
         parts = [*own, given][: len(want)]
         assert_same_bits(parts, list(LAYOUTS[layout].pack(*want, encoding=encoding)))
-
-
-def pointer(t: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())

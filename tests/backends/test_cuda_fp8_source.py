@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from fusions import fusion_of_call
-from test_cuda_source import MODELS, MORE_MODELS, needs_nvdisasm, sass, spills
+from test_cuda_source import (
+    MODELS,
+    MORE_MODELS,
+    emitted,
+    encoded,
+    meta,
+    needs_nvdisasm,
+    sass,
+    spills,
+    tokens_of,
+)
 
 from fusion_moe.arch import H200
-from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
-from fusion_moe.compile import lower
-from fusion_moe.encodings import ENCODINGS
 from fusion_moe.nn import swiglu
-from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 
 pytestmark = [
@@ -34,30 +39,19 @@ def kernels(
 ) -> list[list[KernelSource]]:
     """Those of each segment of a layer."""
     e, k, h, i = (MODELS | MORE_MODELS)[model]
-    of = ENCODINGS[encoding]
-
-    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def weight(n: int, k: int) -> list[torch.Tensor]:
-        return [meta(*of.part_shape(part, (e,), n, k), dtype=part.dtype) for part in of.parts]
-
     biases = {"gate_up_bias": 2 * i, "down_bias": h} if model == "gptoss" else {}
     fusion = fusion_of_call(
         "fused_experts",
-        meta(tokens, h, dtype=torch.bfloat16),
-        meta(tokens, k, dtype=torch.int64),
-        meta(tokens, k, dtype=torch.float32),
-        weight(2 * i, h),
-        weight(h, i),
+        *tokens_of(tokens, k, h),
+        encoded(encoding, e, 2 * i, h),
+        encoded(encoding, e, h, i),
         weight_format=encoding,
         weight_layout=layout,
         activation_format="fp8",
         activation=activation,
-        **{name: meta(e, n, dtype=torch.bfloat16) for name, n in biases.items()},
+        **{name: meta(e, n) for name, n in biases.items()},
     )
-    lowered = lower(fusion, TARGETS["cuda"], Options())
-    made = [emit(segment, TARGETS["cuda"]) for segment in lowered.segments]
+    made = emitted(fusion)
     assert [kernel.why for kernel in made] == [""] * len(made)
     sizes = dict.fromkeys(fusion.symbols, tokens)
     return [[*step.kernels] for step in choices(fusion, made, sizes, H200)[1] if step]

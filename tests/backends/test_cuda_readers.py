@@ -6,15 +6,15 @@ written ones what derived ones make, within the ranges that their headers state.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import library, pointer
 from own_encodings import OWN, registered, with_zeros
-from test_cuda_source import build, needs_nvdisasm, sass, spills
+from test_cuda_source import build, launches, needs_nvdisasm, sass, spills
 from test_cuda_training_source import packed, sources
 from torch import Tensor
 
@@ -24,11 +24,9 @@ from fusion_moe.backends.cuda.readers import DERIVED, TILED, WRITTEN, Reader, re
 from fusion_moe.encodings import ENCODINGS, Element, Encoding, Quantized, Scale, dequantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import W16X64
-from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 registered = pytest.fixture(scope="module", autouse=True)(registered)
-HERE = Path(__file__).parent / "cuda_on_cpu"
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 STORED = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -63,16 +61,10 @@ def decoded(read: Reader, weight: Quantized, folder: Path, ways: Sequence[str]) 
         lines += [*(f"{way}(out + {i * n * k});" for i, way in enumerate(ways)), "}", "}}"]
     lines += ['extern "C" void decode(const void* const* parts, float* out) {']
     lines += [f"of_{d}::decode(parts, out + {i * out[0].numel()});" for i, d in enumerate(DTYPES)]
-    made = folder / f"{read.template}.so"
-    made.with_suffix(".cpp").write_text("\n".join([*lines, "}"]))
-    compiler = find_compiler()
-    assert compiler
-    flags = f"-std=c++17 -O1 -fPIC -shared -ffp-contract=off -w -I{HERE} -I{KERNELS}".split()
-    command = [*compiler.command, *flags, str(made.with_suffix(".cpp")), "-o", str(made)]
-    subprocess.run(command, check=True)
     kept = [part.contiguous() for part in parts]
     pointers = (ctypes.c_void_p * len(kept))(*(part.data_ptr() for part in kept))
-    ctypes.CDLL(str(made)).decode(pointers, ctypes.c_void_p(out.data_ptr()))
+    made = library(folder, "\n".join([*lines, "}"]), f"-I{KERNELS}", name=read.template)
+    made.decode(pointers, pointer(out))
     return out
 
 
@@ -214,8 +206,7 @@ def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
     forward, backward = sources(made.forward), sources(made.backward)
     for i, source in enumerate([*forward, *backward]):
         for tokens in (4, 4096):
-            sizes = dict.fromkeys(source.fusion.symbols, tokens)
-            for kernel in source.launches(source.choose(sizes, H200), sizes, H200):
+            for kernel in launches(source, tokens):
                 if kernel.title.startswith(("small_m", "large_m", "gemm")):
                     titles.add(kernel.title.partition("_")[0])
                     lines = sass(build(kernel, H200))

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_cuda_source import emitted, launches
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import H200
-from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda.launch import build
-from fusion_moe.compile import lower
 from fusion_moe.definitions.operations import SPECS, bind, eager_types, fusion_of
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
-from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
-from fusion_moe.runtime.kernel import Kernel
 
 pytestmark = [
     pytest.mark.once,
@@ -60,16 +57,11 @@ def router(
     return fd.fusion()
 
 
-def kernels(fusion: Fusion) -> list[Kernel]:
-    return [emit(s, TARGETS["cuda"]) for s in lower(fusion, TARGETS["cuda"], Options()).segments]
-
-
 def names(fusion: Fusion, tokens: int) -> list[str]:
     """The kernels of a fusion of one segment, compiled."""
-    (kernel,) = kernels(fusion)
+    (kernel,) = emitted(fusion)
     assert kernel.backend == "cuda", kernel.why
-    source, sizes = kernel.launch.source, {"t": tokens}
-    found = source.launches(source.choose(sizes, H200), sizes, H200)
+    found = launches(kernel.launch.source, tokens)
     assert all(build(x, H200).stat().st_size for x in found)
     return [x.name for x in found]
 
@@ -120,10 +112,9 @@ def test_losses(experts):
         call = bind(SPECS[name], args, {})
         made = differentiate(fusion_of(name, eager_types(call), call.others), (0,))
         for fusion in made.forward, made.backward:
-            for kernel in kernels(fusion):
+            for kernel in emitted(fusion):
                 assert kernel.backend == "cuda", kernel.why
-                source, sizes = kernel.launch.source, dict.fromkeys(fusion.symbols, 9000)
-                for x in source.launches(source.choose(sizes, H200), sizes, H200):
+                for x in launches(kernel.launch.source, 9000):
                     assert build(x, H200).stat().st_size
 
 
@@ -140,17 +131,16 @@ def test_in_front_of_experts():
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 16))
     y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), w, ends), dtype="bf16")
     fd.add_output(fd.ops.cast(fd.ops.combine(y, slot_of, weights), dtype="bf16"))
-    (kernel,) = kernels(fd.fusion())
+    (kernel,) = emitted(fd.fusion())
     assert kernel.backend == "cuda", kernel.why
-    source, sizes = kernel.launch.source, {"t": 1}
-    found = source.launches(source.choose(sizes, H200), sizes, H200)
+    found = launches(kernel.launch.source, 1)
     assert found[0].name == "topk_route"
     assert "find_tile_by_ids" not in found[1].text
     assert all(build(x, H200).stat().st_size for x in found)
 
 
 def test_more_than_a_warp_holds_is_left_to_the_reference():
-    kernel = kernels(router(1024))[0]
+    kernel = emitted(router(1024))[0]
     assert kernel.backend == "reference"
     expected = "up to 512 experts, 32 a token, 32 groups of experts"
     assert kernel.why == (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fusions import fusion_of_call
-from test_cuda_source import needs_nvdisasm, sass, spills
+from test_cuda_source import encoded, launches, meta, needs_nvdisasm, sass, spills, tokens_of
 
 from fusion_moe import options
 from fusion_moe.arch import H200
@@ -28,7 +28,6 @@ from fusion_moe.backends.cuda.loops import Loops
 from fusion_moe.backends.cuda.source import KernelSource, Source
 from fusion_moe.backends.cuda.variants import LargeM, Matrices, SmallM
 from fusion_moe.compile import compile_fusion
-from fusion_moe.encodings import ENCODINGS, NVFP4, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.types import dtype_name
@@ -61,25 +60,14 @@ def derivative(
     how: str, hidden: int = 256, inner: int = 192, dtype: torch.dtype = torch.bfloat16
 ) -> Derivative:
     """Of a layer of 8 experts, with respect to all floats."""
-
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
     kwargs, groups = HOW[how], 8
     down, gate_up = (groups, hidden, inner), (groups, 2 * inner, hidden)
     if kwargs.get("transposed"):
         down, gate_up = (groups, inner, hidden), (groups, hidden, 2 * inner)
-    biases = [meta(groups, 2 * inner), meta(groups, hidden)] if "activation" in kwargs else []
-    weight_format = "bf16" if dtype == torch.bfloat16 else "f16"
-    args = (
-        meta(64, hidden),
-        meta(64, 2, dtype=torch.int64),
-        meta(64, 2, dtype=torch.float32),
-        [meta(*gate_up)],
-        [meta(*down)],
-        *biases,
-    )
-    fusion = fusion_of_call("fused_experts", *args, weight_format=weight_format, **kwargs)
+    shapes = ((groups, 2 * inner), (groups, hidden)) if "activation" in kwargs else ()
+    weights = ([meta(*shape, dtype=dtype)] for shape in (gate_up, down))
+    args = *tokens_of(64, 2, hidden, dtype), *weights, *(meta(*s, dtype=dtype) for s in shapes)
+    fusion = fusion_of_call("fused_experts", *args, weight_format=dtype_name(dtype), **kwargs)
     return differentiate(fusion, [i for i in range(len(fusion.inputs)) if i != 1])
 
 
@@ -104,17 +92,7 @@ def test_a_recipe_is_one_call_of_our_kernels(form, inner, copies):
     """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
     once, as the product reads them; codes along rows are saved as wgrad reads them.
     """
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
-    args = (
-        meta(64, 256),
-        meta(64, 2, dtype=torch.int64),
-        meta(64, 2, dtype=torch.float32),
-        [meta(8, 2 * inner, 256)],
-        [meta(8, 256, inner)],
-    )
+    args = *tokens_of(64, 2, 256), [meta(8, 2 * inner, 256)], [meta(8, 256, inner)]
     how = {"weight_format": "bf16", "activation_format": form}
     call = fusion_of_call("fused_experts", *args, **how)
     made, found = differentiate(call, [0, 2, 3, 4], by_columns=True), []
@@ -142,16 +120,11 @@ def test_rounded_weights_that_train_have_kernels(how, dtype):
     """The forward of "exact" is that of the weights alone; weights' gradients are stored in their
     own dtype.
     """
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
-    def weight(n: int, k: int) -> list[torch.Tensor]:
-        scales = meta(8, n, k // 16, dtype=torch.float8_e4m3fn), meta(8, 2, dtype=torch.float32)
-        return [meta(8, n, k // 2, dtype=torch.uint8), *scales, meta(8, n, k, dtype=dtype)]
-
-    rows = meta(64, 2, dtype=torch.int64), meta(64, 2, dtype=torch.float32)
-    args = meta(64, 256), *rows, weight(384, 256), weight(256, 192)
+    weights = (
+        [*encoded("nvfp4", 8, n, k), meta(8, n, k, dtype=dtype)]
+        for n, k in ((384, 256), (256, 192))
+    )
+    args = *tokens_of(64, 2, 256), *weights
     given = {"weight_format": "nvfp4", "weight_layout": "w16x64", "straight_through": how}
     made = differentiate(fusion_of_call("fused_experts", *args, **given), [0, 2, 6, 10])
     forward, backward = (
@@ -169,12 +142,7 @@ def test_rounded_weights_that_train_have_kernels(how, dtype):
 
 def kernels(fusion: Fusion) -> list[KernelSource]:
     """For 4096 tokens."""
-    sizes = dict.fromkeys(fusion.symbols, 4096)
-    return [
-        kernel
-        for source in sources(fusion)
-        for kernel in source.launches(source.choose(sizes, H200), sizes, H200)
-    ]
+    return [kernel for source in sources(fusion) for kernel in launches(source, 4096)]
 
 
 def test_which_kernels_a_layer_has():
@@ -241,31 +209,24 @@ def test_products_keep_their_registers(dtype):
         assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
 
 
+def few_bits(weight_format: str, layout: str, hidden: int, inner: int, **how: Any) -> Fusion:
+    """A layer of 8 experts with encoded weights."""
+    shapes = (8, 2 * inner, hidden), (8, hidden, inner)
+    args = *tokens_of(64, 2, hidden), *(encoded(weight_format, *shape) for shape in shapes)
+    how |= {"weight_format": weight_format, "weight_layout": layout}
+    return fusion_of_call("fused_experts", *args, **how)
+
+
 def adapted(
     weight_format: str, layout: str, hidden: int = 256, inner: int = 192, rank: int = 16
 ) -> Derivative:
     """Of a layer of 8 experts with adapters, with respect to tokens, router weights and
     adapters.
     """
-    encoding, shapes = ENCODINGS[weight_format], ((8, 2 * inner, hidden), (8, hidden, inner))
-    weights = [
-        [t.to("meta") for t in quantize(torch.randn(shape), encoding=encoding)] for shape in shapes
-    ]
     names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
     sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
-    factors = {
-        name: torch.zeros((8, *s), dtype=torch.bfloat16, device="meta")
-        for name, s in zip(names, sizes, strict=True)
-    }
-    x, ids, w = (
-        torch.zeros(64, hidden).bfloat16(),
-        torch.zeros(64, 2, dtype=torch.int64),
-        torch.zeros(64, 2),
-    )
-    how = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": 2.0, **factors}
-    fusion = fusion_of_call(
-        "fused_experts", x.to("meta"), ids.to("meta"), w.to("meta"), *weights, **how
-    )
+    factors = {name: meta(8, *s) for name, s in zip(names, sizes, strict=True)}
+    fusion = few_bits(weight_format, layout, hidden, inner, lora_scale=2.0, **factors)
     count = len(fusion.inputs)
     return differentiate(fusion, [0, 2, *range(count - len(names), count)])
 
@@ -302,11 +263,8 @@ def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank)
     assert len(both) == 2
     for source in both:
         for rows in (2, 20000):
-            sizes = dict.fromkeys(source.fusion.symbols, rows)
             *_, kernel = (
-                k
-                for k in source.launches(source.choose(sizes, H200), sizes, H200)
-                if k.title.startswith(("gemm", "large", "small"))
+                k for k in launches(source, rows) if k.title.startswith(("gemm", "large", "small"))
             )
             lines = sass(build(kernel, H200))
             assert not spills(lines), kernel.title
@@ -323,25 +281,7 @@ def test_other_numbers_of_features_have_a_kernel_of_their_own(rank):
 
 def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:
     """Of a layer of 8 experts with weights in few bits, with respect to all other floats."""
-
-    def weight(*shape: int) -> list[torch.Tensor]:
-        parts = quantize(torch.randn(shape), encoding=ENCODINGS[weight_format])
-        return [t.to("meta") for t in parts]
-
-    x, ids, w = (
-        torch.zeros(64, hidden).bfloat16(),
-        torch.zeros(64, 2, dtype=torch.int64),
-        torch.zeros(64, 2),
-    )
-    args = (
-        x.to("meta"),
-        ids.to("meta"),
-        w.to("meta"),
-        weight(8, 2 * inner, hidden),
-        weight(8, hidden, inner),
-    )
-    how = {"weight_format": weight_format, "weight_layout": layout}
-    return differentiate(fusion_of_call("fused_experts", *args, **how), [0, 2])
+    return differentiate(few_bits(weight_format, layout, hidden, inner), [0, 2])
 
 
 FEW_BITS = [
@@ -403,12 +343,7 @@ def test_a_variant_that_fits_no_dgrad_is_for_others():
 
 
 def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
-    codes, scales, decode = (t.to("meta") for t in quantize(torch.randn(4, 24, 64), NVFP4))
-    args = (
-        torch.zeros(9, 64, dtype=torch.bfloat16, device="meta"),
-        [codes, scales, decode],
-        torch.zeros(4, dtype=torch.int32, device="meta"),
-    )
+    args = meta(9, 64), encoded("nvfp4", 4, 24, 64), meta(4, dtype=torch.int32)
     fusion = fusion_of_call("grouped_mm", *args, weight_format="nvfp4")
     backward = differentiate(fusion, [0]).backward
     (why,) = (

@@ -4,10 +4,10 @@ through its numbers as on a GPU.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
+from on_cpu import compiled
 
 from fusion_moe.backends.cuda.launch import KERNELS
 
@@ -61,18 +61,12 @@ int main() {
 @pytest.fixture(scope="module")
 def waves(tmp_path_factory):
     """Of cases, what MAIN says."""
-    folder = tmp_path_factory.mktemp("waves")
-    (folder / "main.cpp").write_text(MAIN, encoding="utf-8")
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None
-    flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover", f"-I{KERNELS}"]
-    subprocess.run([compiler, *flags, "main.cpp", "-o", "main"], cwd=folder, check=True)
+    flags = "-fsanitize=undefined", "-fno-sanitize-recover", f"-I{KERNELS}"
+    main = compiled(tmp_path_factory.mktemp("waves"), MAIN, *flags)
 
     def run(cases):
         text = "\n".join(" ".join(map(str, case)) for case in cases)
-        said = subprocess.run(
-            [folder / "main"], input=text, capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.run([main], input=text, capture_output=True, text=True, check=True).stdout
         return [tuple(map(int, line.split())) for line in said.splitlines()]
 
     return run

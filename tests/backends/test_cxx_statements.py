@@ -6,13 +6,12 @@ import pytest
 
 from fusion_moe import FusionDefinition
 from fusion_moe.backends.cxx.elements import Elements
-from fusion_moe.backends.cxx.indices import Number, Variable
+from fusion_moe.backends.cxx.indices import Variable
 from fusion_moe.backends.cxx.statements import (
     Choice,
     Definition,
     Expression,
     branches,
-    formula,
     hoisted,
     written,
 )
@@ -54,11 +53,6 @@ def test_rows_of_codes_are_numbers_where_they_are_read(gathered):
     row, found = ("e0" if gathered else "m"), " ".join(made.lines)
     assert f"e4m3_(i0[(({row} * 192) + j)]) * e" in found
     assert f"i1[(({row} * 2) + (j / 128))]" in found
-
-
-def test_a_formula_reads_what_its_operands_read():
-    made = formula("{1}[{0}] + {2}", M * Number(4) + J, "array", definition("a", "b").value)
-    assert (str(made), made.reads) == ("array[((m * 4) + j)] + b", {"m", "j", "b"})
 
 
 def test_what_does_not_depend_on_a_variable_stands_before_its_loop():

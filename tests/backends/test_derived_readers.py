@@ -9,7 +9,7 @@ import ctypes
 import pytest
 import torch
 from cpu_tiers import TIERS
-from torch import Tensor
+from own_encodings import OWN
 
 from fusion_moe.backends.cpu import readers
 from fusion_moe.encodings import (
@@ -31,21 +31,9 @@ from fusion_moe.encodings import (
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.runtime import build
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
 F16, F32, U8 = torch.float16, torch.float32, torch.uint8
 N = 256  # rows: one for each byte of a scale
-
-
-def _choose(amax: Tensor, outer: Tensor | float) -> Tensor:
-    return amax
-
-
-def _scale(dtype: torch.dtype, block: int, name: str = "scale", **how: bool) -> Scale:
-    return Scale(name, dtype, block, _choose, **how)
-
-
-def _zero(block: int, dtype: torch.dtype = U8) -> Scale:
-    return _scale(dtype, block, "zero_point", zero_point=True)
 
 
 NF4 = [
@@ -67,30 +55,19 @@ NF4 = [
     1.0,
 ]
 INT8 = Element.integers("int8", 8, -128)
-LEVELS = (
-    _scale(F16, 32, "a"),
-    _scale(torch.bfloat16, 64, "b", divides=True),
-    _scale(F32, ROW, "c"),
-    _scale(F32, 0, "d"),
-)
+
+
+F16_ZEROS = [Scale("zero_point", F16, block, zero_point=True) for block in (ROW, 64)]
 ENCODINGS = {
-    "nvfp4": NVFP4,
-    "mxfp4": MXFP4,
-    "int4": INT4,
-    "mxfp8": MXFP8,
-    **{e.name: e for e in (FP8, FP8_E8M0, FP8_CHANNEL, FP8_TENSOR)},
-    "zeros": Encoding("zeros", Element.integers("uint4", 4, 0), (_scale(F16, 128), _zero(128))),
-    "rows": Encoding("rows", INT8, (_scale(F32, ROW), _zero(ROW, F16))),
-    "levels": Encoding("levels", INT8, LEVELS),
-    "nf4": Encoding("nf4", Element.look_up("nf4", NF4), (_scale(F32, 48),)),
-    "two_bits": Encoding(
-        "two_bits", Element.look_up("t", [-1.0, 0.3, -0.3, 1.0]), (_scale(F16, 16),)
-    ),
-    "one_bit": Encoding("one_bit", Element.look_up("b", [-1.0, 1.0]), (_scale(F16, 256),)),
-    "twos": Encoding("twos", Element.look_up("i2", [0.0, 1.0, -2.0, -1.0]), (_scale(F16, 32),)),
-    "table_zeros": Encoding(
-        "table_zeros", Element.look_up("z", NF4), (_scale(F16, 64), _zero(64, F16))
-    ),
+    e.name.replace("-", "_"): e
+    for e in (
+        *(NVFP4, MXFP4, INT4, MXFP8, FP8, FP8_E8M0, FP8_CHANNEL, FP8_TENSOR),
+        *OWN,
+        Encoding("rows", INT8, (Scale("scale", F32, ROW), F16_ZEROS[0])),
+        Encoding("table_zeros", Element.look_up("z", NF4), (Scale("scale", F16, 64), F16_ZEROS[1])),
+        Encoding("nf4", Element.look_up("nf4", NF4), (Scale("scale", F32, 48),)),
+        Encoding("one_bit_wide", Element.look_up("b", [-1.0, 1.0]), (Scale("scale", F16, 256),)),
+    )
 }
 READ = """
 extern "C" void {name}(const void* const* parts, i64 K, float* out) {{
@@ -177,17 +154,20 @@ def test_the_header_of_int4_is_the_derived_one():
     ("encoding", "why"),
     [
         (
-            Encoding("e", INT8, (_scale(F16, 8),)),
+            Encoding("e", INT8, (Scale("scale", F16, 8),)),
             r"for \[8\] elements; readers take multiples of 16",
         ),
-        (Encoding("e", INT8, (_scale(F16, 32),), axis=-2), "its blocks lie along N"),
+        (Encoding("e", INT8, (Scale("scale", F16, 32),), axis=-2), "its blocks lie along N"),
         (
-            Encoding("e", Element("h", 16, F16, 1.0), (_scale(F32, 16),)),
+            Encoding("e", Element("h", 16, F16, 1.0), (Scale("scale", F32, 16),)),
             "its elements have 16 bits",
         ),
-        (Encoding("e", INT8, (_scale(torch.float64, 16),)), "its scale is float64; readers take"),
         (
-            Encoding("e", INT8, (_scale(F32, 0), _scale(F32, 0, "b"))),
+            Encoding("e", INT8, (Scale("scale", torch.float64, 16),)),
+            "its scale is float64; readers take",
+        ),
+        (
+            Encoding("e", INT8, (Scale("scale", F32, 0), Scale("b", F32, 0))),
             "one of them for a whole matrix",
         ),
     ],

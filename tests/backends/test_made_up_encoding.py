@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, emulated_amx, program
+from cpu_tiers import DTYPES, TIERS, program
 from fusions import fusion_of_call
 from torch import Tensor
 
@@ -55,14 +57,24 @@ struct Weight : PortableWeight {
 E, H, I = 3, 96, 64
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    encodings.register(INT8_G32)
-    readers.register_reader(INT8_G32.name, READER)
-    with emulated_amx():
+@contextmanager
+def known(encoding: Encoding, reader: str = "") -> Iterator[None]:
+    """Registered, with a reader or without one."""
+    encodings.register(encoding)
+    try:
+        if reader:
+            readers.register_reader(encoding.name, reader)
         yield
-    readers.unregister_reader(INT8_G32.name)
-    encodings.unregister(INT8_G32.name)
+    finally:
+        if reader:
+            readers.unregister_reader(encoding.name)
+        encodings.unregister(encoding.name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered(amx) -> Iterator[None]:
+    with known(INT8_G32, READER):
+        yield
 
 
 def weight(*shape: int, seed: int = 0) -> list[Tensor]:
@@ -86,11 +98,9 @@ def test_grouped_mm(tier, dtype):
 
 
 def test_the_option_check_finds_a_reader_at_fault(tmp_path):
-    other = encodings.register(Encoding("int8_wrong", INT8, INT8_G32.scales))
-    readers.register_reader(
-        other.name, READER.replace("widen(scales[i / 32])", "widen(scales[i / 32]) + (k + i == 7)")
-    )
-    try:
+    other = Encoding("int8_wrong", INT8, INT8_G32.scales)
+    wrong = READER.replace("widen(scales[i / 32])", "widen(scales[i / 32]) + (k + i == 7)")
+    with known(other, wrong):
         w, ends = (
             list(quantize(torch.randn(E, 32, H), encoding=other)),
             torch.tensor([1, 4, 6], dtype=torch.int32),
@@ -108,18 +118,11 @@ def test_the_option_check_finds_a_reader_at_fault(tmp_path):
             str(again.value).partition("; expected")[0]
             == str(found.value).partition("; expected")[0]
         )
-    finally:
-        readers.unregister_reader(other.name)
-        encodings.unregister(other.name)
 
 
 def test_without_a_reader_the_reference_runs_and_says_why():
-    other = encodings.register(
-        Encoding(
-            "int8_g8", INT8, (Scale("block_scale", torch.float16, 8, INT8_G32.scales[0].choose),)
-        )
-    )
-    try:
+    other = Encoding("int8_g8", INT8, (replace(INT8_G32.scales[0], block=8),))
+    with known(other):
         w = list(quantize(torch.randn(E, 32, H), encoding=other))
         x, ends = torch.randn(6, H), torch.tensor([1, 4, 6], dtype=torch.int32)
         with options.override(target="reference"):
@@ -131,8 +134,6 @@ def test_without_a_reader_the_reference_runs_and_says_why():
         assert "a weight int8_g8" in " ".join(report.split())
         with pytest.raises(UnsupportedError, match=r"its scales are for \[8\] elements"):
             readers.library_source("generic", other.name)
-    finally:
-        encodings.unregister(other.name)
 
 
 def test_modules_keep_each_of_two_block_scales():
@@ -145,8 +146,8 @@ def test_modules_keep_each_of_two_block_scales():
             "outer_scale", torch.float32, 0, lambda amax, outer: torch.where(amax == 0, 1.0, amax)
         ),
     )
-    two = encodings.register(Encoding("int8_two_levels", INT8, scales))
-    try:
+    two = Encoding("int8_two_levels", INT8, scales)
+    with known(two):
         g = torch.Generator().manual_seed(0)
         gate_up, down = (
             quantize(torch.randn(*shape, generator=g), encoding=two)
@@ -174,8 +175,6 @@ def test_modules_keep_each_of_two_block_scales():
             other = Experts(*(q.of(torch.zeros_like(t) for t in q) for q in (gate_up, down)))
             other.load_state_dict(module.state_dict())
             assert other(x, ids, w).equal(want)
-    finally:
-        encodings.unregister(two.name)
 
 
 @pytest.mark.parametrize(

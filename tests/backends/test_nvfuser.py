@@ -16,10 +16,12 @@ from fusions import evaluate, fusion_of_call
 from judge import judge
 
 from fusion_moe import FusionDefinition, options
-from fusion_moe.backends import TARGETS
+from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.nvfuser import headers, library
 from fusion_moe.backends.nvfuser import scheduler as facts
+from fusion_moe.backends.nvfuser.definition import RULES, define
 from fusion_moe.compile import lower
+from fusion_moe.definitions import translate
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
@@ -60,16 +62,12 @@ def call(name, args, static=False, **kwargs) -> Fusion:
 
 def sources(fusion, target="sm_100"):
     """The definitions of the segments, as they are printed; of the others the operations."""
-    from fusion_moe.backends import emit
-
     lowered = lower(fusion, TARGETS[target], options.Options())
     return [emit(s, TARGETS[target]).source for s in lowered.segments]
 
 
 def output_dtypes(fusion, target="sm_100"):
     """The dtypes of the outputs of each segment: of a definition by nvFuser's names."""
-    from fusion_moe.backends.nvfuser.definition import define
-
     for s in lower(fusion, TARGETS[target], options.Options()).segments:
         names = (
             (v.dtype().name for v in define(s.fusion).fd.fusion.outputs())
@@ -117,8 +115,6 @@ def moe_layer(static):
 
 
 def translated(name):
-    from fusion_moe.definitions import translate
-
     return translate.find(f"fusion_moe::{name}").function
 
 
@@ -415,8 +411,6 @@ def test_parameters_of_groups_mean_the_same(name, sizes):
 
 def test_every_kind_is_written_or_refused():
     """What no rule writes is refused whatever its types, and says why."""
-    from fusion_moe.backends.nvfuser.definition import RULES
-
     assert set(KINDS) - set(RULES) == {"grouped_outer", *facts.NEVER}
     assert set(RULES) <= set(KINDS)
 
@@ -437,33 +431,20 @@ def partitioned_product(fd, a, w, offs, to="bf16", **kinds):
 
 
 def four_bit(n, k):
-    fd = FusionDefinition()
-    args = [
-        fd.define_tensor(shape=s, dtype=d)
-        for s, d in (
-            ([11, k], "bf16"),
-            ([G, n, k // 2], "u8"),
-            ([G, n, k // 16], "f8e4m3"),
-            ([G], "f32"),
-            ([G], "i32"),
-        )
-    ]
-    fd.add_output(translated("nvfp4_grouped_mm")(fd, *args, activation_format="nvfp4"))
-    return fd.fusion()
+    return one(
+        lambda fd, a, *rest: product(fd, a, rest[:-1], rest[-1]),
+        *(([11, k], "bf16"), ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3")),
+        *(([G], "f32"), ([G], "i32")),
+    )
 
 
 def copies_of_rows():
-    fd = FusionDefinition()
-    x, offs = (
-        fd.define_tensor(shape=[11, H], dtype="bf16"),
-        fd.define_tensor(shape=[G], dtype="i32"),
-    )
-    ends = fd.groups_of(offs, 11)
-    for v in fd.ops.unpack(
-        fd.ops.quantize(fd.ops.partition(x, ends), ends, encoding="mxfp8_columns")
-    ):
-        fd.add_output(v)
-    return fd.fusion()
+    def build(fd, x, offs):
+        ends = fd.groups_of(offs, 11)
+        copied = fd.ops.quantize(fd.ops.partition(x, ends), ends, encoding="mxfp8_columns")
+        return fd.ops.unpack(copied)
+
+    return one(build, ([11, H], "bf16"), ([G], "i32"))
 
 
 REFUSED = {
@@ -547,8 +528,6 @@ def test_without_nvfuser_an_error_says_what_to_install(monkeypatch):
 
 @needs_nvfuser
 def test_a_launch_on_the_cpu_is_an_error():
-    from fusion_moe.backends import emit
-
     args = [rows(), *weight(2 * I, H), ENDS]
     lowered = lower(
         call("nvfp4_grouped_mm", args, activation_format="nvfp4"),

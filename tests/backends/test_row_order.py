@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cpu_tiers import TIERS, emulated_amx
+from cpu_tiers import TIERS
 from row_order import changed, tokens
 from torch import Tensor
 
@@ -19,16 +19,10 @@ from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, add_lora_
 from fusion_moe.runtime import build
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
 EXPERTS, SLOTS, HIDDEN, INNER = 4, 2, 288, 96  # no whole number of a kernel's runs of K
 COUNTS = (1, 3, 9, 24, 60, 250)  # of other rows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _amx():
-    with emulated_amx():
-        yield
 
 
 def layer(encoding: str, hidden: int = HIDDEN, inner: int = INNER) -> Experts:

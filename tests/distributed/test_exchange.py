@@ -8,27 +8,20 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from on_cpu import compiled
 
 from fusion_moe.backends.cpu.readers import KERNELS
 from fusion_moe.distributed import symmetric
-from fusion_moe.runtime.build import find_compiler
 
 pytestmark = [pytest.mark.compiler]
 
 
-def compiled(folder: Path, *flags: str) -> Path:
-    compiler = find_compiler()
-    assert compiler
-    made = folder / "exchange"
-    source = Path(__file__).with_name("exchange.cpp")
-    usual = ["-std=c++20", "-O1", "-pthread", "-w", f"-I{KERNELS}"]
-    subprocess.run([*compiler.command, *usual, *flags, source, "-o", made], check=True)
-    return made
+TEXT = Path(__file__).with_name("exchange.cpp").read_text()
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    return compiled(tmp_path_factory.mktemp("exchange"))
+    return compiled(tmp_path_factory.mktemp("exchange"), TEXT, f"-I{KERNELS}")
 
 
 def said(program: Path, *arguments: object) -> list[str]:
@@ -59,25 +52,20 @@ def test_a_rank_in_another_layer_is_named(program):
 @pytest.mark.once
 def test_no_race(tmp_path):
     """Every byte that ranks share is ordered by a flag."""
-    assert said(compiled(tmp_path, "-g", "-fsanitize=thread"), 3, 300, 1, "threads") == ["good"] * 3
+    made = compiled(tmp_path, TEXT, "-g", "-fsanitize=thread", f"-I{KERNELS}")
+    assert said(made, 3, 300, 1, "threads") == ["good"] * 3
 
 
 def test_room_is_what_the_kernels_use(tmp_path):
     """The bytes of a rank's memory."""
-    (tmp_path / "size.cpp").write_text(
+    text = (
         '#include <cstdio>\n#include <cstdlib>\n#include "exchange.h"\n'
         "int main(int, char** a) {\n"
         "    const i64 ranks = atoi(a[1]), tokens = atoi(a[2]), row = atoi(a[3]);\n"
         "    const Region region(0, ranks, tokens, row);\n"
         '    std::printf("%lld\\n", (long long)(region.end()));\n}\n'
     )
-    compiler = find_compiler()
-    assert compiler
-    made = tmp_path / "size"
-    subprocess.run(
-        [*compiler.command, "-std=c++20", "-w", f"-I{KERNELS}", tmp_path / "size.cpp", "-o", made],
-        check=True,
-    )
+    made = compiled(tmp_path, text, f"-I{KERNELS}")
     for shape in (2, 1, 512), (4, 100, 14336), (8, 8192, 14336):
         (end,) = said(made, *shape)
         assert int(end) <= symmetric.region_bytes(*shape) < int(end) + 256

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels_on_cpu import folder, library
+from kernels_on_cpu import folder
+from on_cpu import library
 from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
 
 import fusion_moe
@@ -72,7 +73,7 @@ STREAM = Stream()
 @pytest.fixture(autouse=True)
 def gpu(folder, monkeypatch):
     """A GPU that is the CPU."""
-    steps, experts = library(folder, "kernels"), library(folder, "experts")
+    steps, experts = (library(folder, name=name) for name in ("kernels", "experts"))
 
     class Kernel:
         def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):

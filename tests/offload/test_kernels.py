@@ -11,7 +11,8 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from kernels_on_cpu import compiled, folder, library
+from kernels_on_cpu import folder
+from on_cpu import compiled, library, pointer
 from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe.encodings import ENCODINGS, quantize
@@ -37,12 +38,8 @@ extern "C" void find(i64 count, i64 cached, i64 spares, const i64* ids, const i3
 """
 
 
-def address(t: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
-
-
 def test_misses_are_those_of_the_split(folder):
-    find = library(folder, "find", FIND).find
+    find = library(folder, FIND, name="find").find
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     mixed = 0
     for turn in range(400):
@@ -63,7 +60,7 @@ def test_misses_are_those_of_the_split(folder):
         costs = torch.tensor(astuple(constants), dtype=torch.int64)
         number = torch.tensor([version], dtype=torch.int32)
         memory = ids, tables, number, exchange, counts, placed, copied, handed, uses, costs, error
-        find(*map(ctypes.c_int64, (count, cached, limit)), *map(address, memory))
+        find(*map(ctypes.c_int64, (count, cached, limit)), *map(pointer, memory))
 
         named = torch.bincount(ids[ids >= 0], minlength=E)
         missed = [e for e in range(E) if named[e] > 0 and tables[version, e] < 0]
@@ -91,7 +88,7 @@ def test_misses_are_those_of_the_split(folder):
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 320), (32, 2176)])
 def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
-    copy = library(folder, "experts").copy
+    copy = library(folder, name="experts").copy
     of, g = ENCODINGS[encoding], torch.Generator().manual_seed(0)
     home = quantize(torch.randn(5, n, k, generator=g), of)
     bias = torch.randn(5, n + 3, generator=g).bfloat16()
@@ -116,7 +113,7 @@ def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
 
 
 def test_rows_go_to_the_worker_and_back(folder):
-    made = compiled(folder, "protocol", "", "-g", "-fsanitize=thread")
+    made = compiled(folder, "", "-g", "-fsanitize=thread", name="protocol")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stderr == ""

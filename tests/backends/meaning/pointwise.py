@@ -124,26 +124,6 @@ def where(condition: Any, x: Any, y: Any) -> Value | Scalar:
     return result_of(torch.where(picks, chosen[0], chosen[1]), dtype, (condition, x, y))
 
 
-def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
-def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where((a != a) | (a > b), a, b)
-
-
-def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where((b != b) | (a > b), b, a)
-
-
-def _relu(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x <= 0, 0, x)
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 def _unary(
     name: str,
     function: Callable[..., torch.Tensor],
@@ -166,19 +146,22 @@ _NAMES = ["exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sqrt",
 TABLE = (
     *(_unary(name, getattr(torch, name)) for name in _NAMES),
     _unary("reciprocal", lambda x: 1 / x),
-    _unary("sigmoid", _sigmoid),
-    _unary("silu", lambda x: x * _sigmoid(x)),
-    _unary("relu", _relu),
+    _unary("sigmoid", lambda x: 1 / (1 + torch.exp(-x))),
+    _unary("silu", lambda x: x * (1 / (1 + torch.exp(-x)))),
+    _unary("relu", lambda x: torch.where(x <= 0, 0, x)),
     _unary("abs", torch.abs, (*NUMBERS, *HALVES)),
     _unary("neg", torch.neg, NUMBERS),
     _unary("logical_not", torch.logical_not, ("Bool",)),
     _binary("add", torch.add),
     _binary("sub", torch.sub),
     _binary("mul", torch.mul),
-    _binary("div", _divide),
+    _binary(
+        "div",
+        lambda a, b: a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc"),
+    ),
     _binary("pow", torch.pow, FLOATS),
-    _binary("maximum", _maximum),
-    _binary("minimum", _minimum),
+    _binary("maximum", lambda a, b: torch.where((a != a) | (a > b), a, b)),
+    _binary("minimum", lambda a, b: torch.where((b != b) | (a > b), b, a)),
     *(_binary(name, getattr(torch, name), (*NUMBERS, "Bool"), "Bool") for name in ("eq", "ne")),
     *(_binary(name, getattr(torch, name), NUMBERS, "Bool") for name in ("lt", "le", "gt", "ge")),
     *(_binary(name, getattr(torch, name), ("Bool",)) for name in ("logical_and", "logical_or")),
