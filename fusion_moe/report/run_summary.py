@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from ..messages.units import amount, count, duration, ratio
 from .run import KernelRun, RunData
 
-_KERNELS, _GAPS = 12, 4
+KERNELS, _GAPS = 12, 4  # that are shown
 
 
 def summary(run: RunData, width: int) -> str:
@@ -60,12 +61,26 @@ def notes(run: RunData) -> Iterator[str]:
 def _kernels(run: RunData, width: int) -> Iterator[str]:
     yield f"kernels: {run.profiled}"
     whole = sum(k.whole for k in run.kernels)
-    for k in sorted(run.kernels, key=lambda k: -k.whole)[:_KERNELS]:
+    kernels = sorted(run.kernels, key=lambda k: -k.whole)
+    names = called(kernels)[:KERNELS]
+    across = max(map(len, [*names, "program0.0  "]))
+    for k, name in zip(kernels, names, strict=False):
         said = f"{k.whole / whole:>5.0%}{duration(k.seconds):>10}  {against(k, run):<21}"
-        head = f"  {k.name:<14}"
+        head = f"  {name:<{across}}  "
         room = max(width - len(head) - len(said), 12)
         ops = textwrap.shorten(k.ops, room - 1, placeholder=" ...")
         yield f"{head}{ops:<{room}}{said}".rstrip()
+
+
+def called(kernels: Sequence[KernelRun]) -> list[str]:
+    """The name of each, with sizes if it ran at several."""
+    times = Counter((k.name, k.rank) for k in kernels)
+    return [
+        ", ".join([k.name, *(f"{n} = {size}" for n, size in k.sizes.items())])
+        if times[k.name, k.rank] > 1
+        else k.name
+        for k in kernels
+    ]
 
 
 def against(kernel: KernelRun, run: RunData) -> str:

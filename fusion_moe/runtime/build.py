@@ -291,7 +291,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     else:
         if done.returncode == 0 and path.exists():
             seconds = time.monotonic() - start
-            recording.compiled(source.name, source.tier, seconds)
+            recording.compiled(f"C++ of {source.name}", source.tier, seconds)
             return
         found = (
             f"{source.name} does not compile (exit status "

@@ -375,6 +375,18 @@ def test_a_busy_machine_voids_times(run):
         assert Run.merged(quiet, of).data.void == of.data.void
 
 
+def test_a_kernel_at_several_sizes_is_told_by_them(run):
+    kernel = run.data.kernels[0]
+    many = [replace(kernel, sizes={"s0": n}, whole=float(100 - n)) for n in range(1, 15)]
+    for kernels, name in ((many, f"{kernel.name}, s0 = 12"), (many[:1], kernel.name)):
+        of = Run(data=replace(run.data, kernels=kernels))
+        page = _saved(of, ".html")
+        assert f"\n  {name}  " in str(of)
+        assert f"<b>{name}</b>" in page
+        bars = page.count('<div class="took"')
+        assert (bars, "the table has all" in page) == (min(len(kernels), 12), len(kernels) > 12)
+
+
 def test_an_error_inside_ends_the_record(model):
     with pytest.raises(KeyError), fusion_moe.record(model):
         raise KeyError

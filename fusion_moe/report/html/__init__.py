@@ -20,7 +20,8 @@ from ..difference import changed_lines, differences
 from ..summary import WAYS, after, warnings, what
 from .colours import coloured
 
-WIDTH, HEIGHT, APART, BELOW = 168, 62, 12, 34  # of the boxes of segments and between them, pixels
+# of the boxes of segments and between them, pixels; BROAD: of boxes that have no other beside them
+WIDTH, BROAD, HEIGHT, APART, BELOW = 168, 288, 62, 12, 34
 
 
 def page(report: ReportData) -> str:
@@ -80,7 +81,7 @@ def _environment() -> Any:
     environment.globals.update(
         after=after,
         arrows=_arrows,
-        box=(WIDTH, HEIGHT),
+        box_of=_box_of,
         changes=_changes,
         places=_places,
         ways=WAYS,
@@ -91,23 +92,37 @@ def _environment() -> Any:
 
 def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
     """The upper left corner of each segment's box: below all segments that it reads from."""
-    depth: dict[str, int] = {}
-    places = {}
+    width, height = _box_of(segments)
+    return {
+        id: (across * (width + APART), down * (height + BELOW))
+        for id, (across, down) in _cells(segments).items()
+    }
+
+
+def _box_of(segments: Sequence[SegmentReport]) -> tuple[int, int]:
+    """The width and height of each box of a drawing."""
+    beside = any(across for across, _ in _cells(segments).values())
+    return WIDTH if beside else BROAD, HEIGHT
+
+
+def _cells(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
+    """Each segment's column and row."""
+    cells: dict[str, tuple[int, int]] = {}
     for s in segments:
-        depth[s.id] = max((depth[id] + 1 for id in s.after), default=0)
-        across = sum(d == depth[s.id] for d in depth.values()) - 1
-        places[s.id] = (across * (WIDTH + APART), depth[s.id] * (HEIGHT + BELOW))
-    return places
+        down = max((cells[id][1] + 1 for id in s.after), default=0)
+        cells[s.id] = (sum(row == down for _, row in cells.values()), down)
+    return cells
 
 
 def _arrows(
     segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, str]]:
     """(class, path) of a curve from each segment to those that read from it, and of its tip."""
+    width, height = _box_of(segments)
     for s in segments:
-        x, y = places[s.id][0] + WIDTH // 2, places[s.id][1]
+        x, y = places[s.id][0] + width // 2, places[s.id][1]
         for id in s.after:
-            x0, y0 = places[id][0] + WIDTH // 2, places[id][1] + HEIGHT
+            x0, y0 = places[id][0] + width // 2, places[id][1] + height
             yield "edge", f"M{x0},{y0} C{x0},{y0 + 20} {x},{y - 20} {x},{y - 6}"
         if s.after:
             yield "tip", f"M{x - 5},{y - 8} L{x + 5},{y - 8} L{x},{y} Z"

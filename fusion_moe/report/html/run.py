@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..run import RunData, Span
-from ..run_summary import against, facts, notes
+from ..run_summary import KERNELS, against, called, facts, notes
 from . import rendered
 
 _COLUMNS = 600  # of the timeline of multiprocessors
@@ -18,6 +18,7 @@ _HUE = bytes((31, 111, 235))
 
 def page(run: RunData) -> str:
     """The whole file."""
+    kernels = sorted(run.kernels, key=lambda k: -k.whole)
     return rendered(
         "run.html",
         f"fusion_moe.record: {run.of}",
@@ -27,9 +28,12 @@ def page(run: RunData) -> str:
         against=against,
         heat=heat,
         transposed=lambda rows: list(zip(*rows, strict=True)),
-        kernels=sorted(run.kernels, key=lambda k: -k.whole),
-        longest=max((max(k.seconds, k.floor) for k in run.kernels), default=1),
+        kernels=kernels,
+        names=called(kernels),
+        bars=KERNELS,
+        longest=max((max(k.seconds, k.floor) for k in kernels[:KERNELS]), default=1),
         steps=_thinned(run.steps),
+        together=_together(run.steps),
         timelines=dict(_timelines(run.tiles)),
     )
 
@@ -53,8 +57,13 @@ def heat(rows: Sequence[Sequence[float]]) -> str:
 
 def _thinned(steps: Sequence[float]) -> list[float]:
     """The longest of neighbours, so that not too many are shown."""
-    each = -(-len(steps) // _STEPS) or 1
+    each = _together(steps)
     return [max(steps[i : i + each]) for i in range(0, len(steps), each)]
+
+
+def _together(steps: Sequence[float]) -> int:
+    """How many neighbours are one bar."""
+    return -(-len(steps) // _STEPS) or 1
 
 
 def _timelines(tiles: Sequence[Span]) -> Iterator[tuple[str, Mapping[str, object]]]:
