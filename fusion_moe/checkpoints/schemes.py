@@ -80,10 +80,9 @@ class StoredPart:
         if self.transposed:
             t = t.mT
         if self.words is not None:
-            return NIBBLES.packed(t) if self._of_nibbles else t[..., :n, :]
+            return NIBBLES.packed(t) if self._of_nibbles else _first(t, n, 32 // self.words.bits)
         if self.rows > 1:
-            t = as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
-            return t if n is None else t[..., :n, :]
+            return _first(as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype), n, self.rows)
         if self.direction is None:
             return t.unsqueeze(-1) if self.shape == (-1,) and t.dim() == 1 else t
         t = t.reshape(matrices)
@@ -132,6 +131,13 @@ class StoredPart:
                 expected=f"equal ones in {self.rows} rows, as files have them",
             )
         return stored
+
+
+def _first(t: Tensor, n: int | None, each: int) -> Tensor:
+    """The first n rows of t [..., R, C], of which each word or block has some; all if there are
+    words or blocks too many.
+    """
+    return t if n is None or t.shape[-2] - n >= each else t[..., :n, :]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config, QuantizationConfig
 from ..nn.conversion.contract import contract_of
 from ..nn.conversion.converters import by_contract, convert
+from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, Source, Weights, find_experts, weights_of
@@ -105,6 +107,7 @@ def replace_modules(
         ):
             _replace_linear(replaced, model, name, module, stored[name], keeps_fp8)
     _check_none_left(model, replaced, names, stored)
+    _check_beside(model, replaced)
     _warn_of_rounding(stored)
     return replaced
 
@@ -272,3 +275,27 @@ def _replace_linear(
                 linear.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
         model.set_submodule(name, linear)
     replaced.linears[name] = source
+
+
+def _check_beside(model: nn.Module, replaced: Replacements) -> None:
+    """CheckpointError for biases and scales of activations that files do not have for each matrix,
+    or not as many numbers of them.
+    """
+    for name, source in (replaced.experts | replaced.linears).items():
+        module = model.get_submodule(name)
+        for row in source.rows(module) if isinstance(module, PackedModule) else ():
+            if row.part in source.scheme.parts:
+                continue
+            like, of_expert = getattr(module, row.parameter), "*" in row.names[0]
+            tensors = [
+                one.replace("*", str(e)) + row.part.suffix
+                for e in range(len(like) if of_expert else 1)
+                for one in row.names
+            ]
+            size = 1 if row.part.direction else like.numel() // len(tensors)
+            for tensor in tensors:
+                entry = replaced.entries.get(tensor)
+                if entry is None or prod(entry.shape) != size:
+                    raise CheckpointError(
+                        f"{entry}" if entry else f"no {tensor}", expected=f"[{size}]", where=name
+                    )

@@ -184,6 +184,16 @@ def test_what_does_not_fit(
     golden(message(lambda: checked(path)))
 
 
+def test_zero_points_of_more_rows_do_not_fit(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight_zero_point"
+    path = change(
+        copied("ct-qwen3_moe-w4a16_asym", tmp_path),
+        lambda tensors: tensors.update({name: tensors[name].repeat(2, 1)}),
+    )
+    with pytest.raises(CheckpointError, match=rf"{name} .int32 \[32, 1\].; expected"):
+        checked(path)
+
+
 def test_bits_that_nothing_tells(tmp_path: Path) -> None:
     """compressed-tensors' words of 4 bits in groups of 128, or of 8 bits in groups of 64."""
     tensors = {f"{NAME}.weight_packed": words(8, 32), f"{NAME}.weight_scale": scales(8, 2).half()}

@@ -5,6 +5,7 @@ saved, loaded again.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from functools import partial
@@ -275,6 +276,28 @@ def test_a_gap_is_an_error_and_no_random_number(tmp_path, golden):
     golden(
         messages({what: partial(load, changed(tmp_path / what, c)) for what, c in changes.items()})
     )
+
+
+@pytest.mark.parametrize(
+    ("directory", "tensor", "size"),
+    [("ct-gpt_oss", "up_proj.bias", 64), ("modelopt-qwen3_moe", "up_proj.input_scale", 1)],
+)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_lies_beside_weights_has_its_size(directory, tensor, size, count, tmp_path):
+    """One number would be every row's."""
+    name = f"model.layers.0.mlp.experts.1.{tensor}"
+
+    def cut(tensors):
+        found = tensors.pop(name).reshape(-1)
+        if count:
+            tensors[name] = found.repeat(3)[:count]
+
+    path = change(copied(directory, tmp_path), cut)
+    if "scale" in name and count < 2:
+        from_pretrained(path)  # such scales are kept if there are all
+        return
+    with pytest.raises(CheckpointError, match=re.escape(name) + rf".*expected \[{size}\]"):
+        from_pretrained(path)
 
 
 def test_scales_are_numbers(tmp_path, golden):
