@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _BAR = 30  # columns
+_BUSY = 0.5  # a spread that a machine at rest does not have
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Bench(Result):
                 times = [(row.times.median - head) * whole / some + head for row in (ours, best)]
                 a, b = (f"{ratio(ours.tokens / t)} tokens/s" for t in times)
                 yield _computed(whole, a, b, times[1] / times[0])
+        if max(row.times.spread for row in self.rows) > _BUSY:
+            yield f"a spread above {_BUSY:.0%}: measure again when nothing else runs here"
         ours_bytes, bf16 = self.weights[0].values()
         yield (
             f"weights: {amount(ours_bytes, 'B')}, in bf16 {amount(bf16, 'B')}: "

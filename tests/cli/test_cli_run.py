@@ -1,5 +1,6 @@
 """fusion-moe run and bench: on the small real model, and on random weights."""
 
+import io
 import json
 from pathlib import Path
 
@@ -10,15 +11,17 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from files import MADE
+from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.integrations import accelerate as of_accelerate
 from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
+from fusion_moe.cli.bench import Bench
 from fusion_moe.cli.models import a_model
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
-from fusion_moe.transformers.bench import loaded
+from fusion_moe.transformers.bench import Row, Times, loaded
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 PROMPT = "def __repr__(self):"
@@ -130,6 +133,19 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
     for other in others:
         other.read(ids)  # by its own experts
         torch.testing.assert_close(other.model(ids).logits, wanted, rtol=0.05, atol=0.05)
+
+
+def test_bench_says_when_runs_differ_much():
+    """A spread of 25 %, then one of 75 %."""
+    for high, said in ((1.25, 0), (1.75, 1)):
+        rows = (
+            Row("decode", "NVFP4", 1, Times(1.0, 1.0, high)),
+            Row("decode", "bf16 grouped_mm", 1, Times(2.0, 2.0, 2.0)),
+        )
+        weights = {"NVFP4": 1, "bf16": 2}
+        console = Console(record=True, file=io.StringIO())
+        Bench("of", "where", "how", (1, 1), rows, {}, (weights, weights)).print(console)
+        assert console.export_text().count("measure again when nothing else runs here") == said
 
 
 def test_bench_of_another_format():

@@ -21,7 +21,7 @@ from ..summary import WAYS, after, warnings, what
 from .colours import coloured
 
 # of the boxes of segments and between them, pixels; BROAD: of boxes that have no other beside them
-WIDTH, BROAD, HEIGHT, APART, BELOW = 168, 288, 62, 12, 34
+WIDTH, BROAD, HEIGHT, APART, BELOW = 168, 320, 62, 12, 34
 
 
 def page(report: ReportData) -> str:
