@@ -89,7 +89,7 @@ def _matrices(source: Source) -> dict[str, _Matrix]:
             if not layer.fused:
                 found |= {
                     f"{layer.name}.{e}.{projection}": _Matrix(
-                        layer.name, encoded, partial(_whole, source, name)
+                        layer.name, name in source.weights, partial(_whole, source, name)
                     )
                     for e, name in enumerate(names)
                 }

@@ -72,6 +72,23 @@ def test_zeros_that_stay_zeros_have_no_error(all_of_them: bool, tmp_path: Path) 
     assert (other.largest, other.worst == name) == (float("inf"), not all_of_them)
 
 
+def test_each_encoded_matrix_of_a_layer_is_compared(tmp_path: Path) -> None:
+    """Also where the first expert's is in floats."""
+    dst, name = quantize(SRC, tmp_path / "dst"), f"{EXPERTS}.0.up_proj"
+    floats = loaded(SRC)[f"{name}.weight"]
+
+    def decoded(tensors: Tensors) -> None:
+        if f"{name}.weight" in tensors:
+            for key in [key for key in tensors if key.startswith(name)]:
+                del tensors[key]
+            tensors[f"{name}.weight"] = floats
+
+    for file in dst.glob("*.safetensors"):
+        change(dst, decoded, file.name)
+    (found,) = errors_of(Source.open(dst), Source.open(SRC))
+    assert found.matrices == 11
+
+
 def test_experts_of_bf16(tmp_path: Path) -> None:
     dst = quantize(SRC, tmp_path / "dst")
     before, after = loaded(SRC), loaded(dst)
