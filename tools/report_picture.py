@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import fusion_moe
 
 PICTURE = Path(__file__).parents[1] / "docs" / "report.png"
-WIDTH, HEIGHT = 1280, 820
+WIDTH, HEIGHT = 1280, 1290
 
 
 def report() -> fusion_moe.Report:
