@@ -14,7 +14,6 @@ Groups: `fusion_moe.translators` (translate.py), `fusion_moe.backends` (backends
 from __future__ import annotations
 
 import functools
-import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .errors import PluginError
+from .messages.warn import log
 
-log = logging.getLogger("fusion_moe")
 GROUP = "fusion_moe.plugins"
 F = TypeVar("F", bound=Callable[..., Any])
 

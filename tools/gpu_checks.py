@@ -27,7 +27,8 @@ from queue import SimpleQueue
 
 import torch
 
-_ALONE = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+from fusion_moe.distributed.symmetric import NO_MULTICAST
+
 _PYTEST = "-m pytest -q -p no:cacheprovider"
 
 
@@ -91,7 +92,7 @@ def run(check: Check, out: Path, gpus: list[int]) -> None:
     command = [sys.executable, *shlex.split(check.command.format(out=out))]
     environment = {
         **os.environ,
-        **_ALONE,
+        **NO_MULTICAST,
         **dict(check.environment),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "PYTHONUNBUFFERED": "1",

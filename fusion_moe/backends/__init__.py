@@ -9,7 +9,6 @@ names a Backend. docs/extend/backends.md has their interface.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from .. import options, plugins, schedule
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
 from ..ir.core import Fusion
+from ..messages.warn import log
 from ..passes import contract_rounding
 from ..runtime.kernel import Kernel
 from ..schedule.plan import REFERENCE, Plan, Refusal
@@ -33,7 +33,6 @@ GROUP = "fusion_moe.backends"
 _OWN = ("cpu", "cuda", REFERENCE)  # targets, and the modules here that serve them
 _TOO_DEEP = "too many operations in one expression"
 
-log = logging.getLogger("fusion_moe")
 _registered: dict[str, tuple[Backend, Target]] = {}  # by the names of targets
 _failed: list[PluginError] = []  # entry points that could not be loaded
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import logging
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +36,9 @@ from ..errors import Error, PluginError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Value
 from ..ir.types import TensorType, plain
+from ..messages.warn import log
 from ..plugins import message, raised_at
 
-log = logging.getLogger("fusion_moe")
 BUILTIN = "fusion_moe_translators"
 ENTRY_POINTS = "fusion_moe.translators"
 REFUSAL = "Untranslatable(reason) for a call that it does not support"

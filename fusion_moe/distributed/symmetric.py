@@ -41,7 +41,7 @@ from .dispatch import Dispatcher, divide_forward
 _CHUNKS, _PIECES, _MOST_RANKS, _TILE = 256, 16, 64, 256
 Place = tuple[str, str, Any]
 # torch makes multicast objects at rendezvous, and NCCL for its communicators, unless these say no
-_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 def region_bytes(ranks: int, tokens: int, row: int) -> int:
@@ -358,7 +358,7 @@ def _layers(layers: list[tuple[int, int]]) -> str:
 
 
 def _forbid_multicast() -> None:
-    for name, value in _NO_MULTICAST.items():
+    for name, value in NO_MULTICAST.items():
         if (found := os.environ.setdefault(name, value)) != value:
             raise OptionError(
                 f"{name}={found}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -10,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from .. import plugins
+from ..messages.warn import log
 
 
 @plugins.adapt
@@ -52,9 +52,7 @@ def _install() -> None:
 
         install()
     except Exception as error:  # which must not keep anybody from importing PEFT
-        logging.getLogger("fusion_moe").warning(
-            "PEFT does not adapt encoded weights: %s", plugins.message(error)
-        )
+        log.warning("PEFT does not adapt encoded weights: %s", plugins.message(error))
 
 
 if "peft" in sys.modules:

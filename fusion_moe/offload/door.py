@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +15,7 @@ from .. import plugins
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..messages.progress import progress
 from ..messages.units import count
+from ..messages.warn import log
 from ..nn.frozen.base import own_parameters
 from ..nn.frozen.experts import Experts
 from ..nn.frozen.projections import Projections
@@ -30,7 +30,6 @@ from .pretended import Pretended
 from .split import Constants
 from .steps import STEPS
 
-log = logging.getLogger("fusion_moe")
 PRETENDED = "pretended"
 EXPERTS_DEVICES = ("auto", "cuda", "cpu")
 _WHERE = "offload_"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
+from ..messages.warn import log
 from ..runtime.host_memory import pages
 from . import folder as folders
 from . import plan as plans
 from .door import PRETENDED, device_and_bytes, device_of, offload_, workspace
 
-log = logging.getLogger("fusion_moe")
 _WHERE, _ON_LOAD = "from_pretrained", "quantization_config"
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,14 +17,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..messages.warn import log
 from ..nn import QuantizedLinear
 from ..nn.frozen.adaptable import AdaptableModule
 from ..nn.frozen.packed import PackedModule
 from ..nn.lora.adapter import adapters_of
+from ..options import during
 from ..plugins import wrap
 from .layers import Linear, ParamWrapper, losses
 
-log = logging.getLogger("fusion_moe")
 OLDEST = (0, 21)
 
 
@@ -210,11 +210,10 @@ def _inject(
 def _merge(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Logs what merging into encoded weights loses."""
     found: dict[str, torch.Tensor] = {}
-    token = losses.set(found)
     try:
-        return theirs(*args, **kwargs)
+        with during(losses, found):
+            return theirs(*args, **kwargs)
     finally:
-        losses.reset(token)
         if found:
             lost, added = torch.stack([t.cpu() for t in found.values()]).sqrt().T.tolist()
             log.warning(

@@ -18,6 +18,7 @@ from ..nn.lora.adapter import adapters_of
 from ..nn.lora.files import load_lora_, save_lora
 from ..nn.lora.files.config import CONFIG, read_config
 from ..nn.lora.files.directory import TENSORS
+from ..options import during
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
@@ -32,11 +33,8 @@ def save_pretrained(
     **kwargs: Any,
 ) -> Any:
     """Tells quantizers, which `save_pretrained` asks for tensors, the directory."""
-    token = _saving_to.set(Path(save_directory) if is_main_process else None)
-    try:
+    with during(_saving_to, Path(save_directory) if is_main_process else None):
         return theirs(self, save_directory, is_main_process, *args, **kwargs)
-    finally:
-        _saving_to.reset(token)
 
 
 def write_adapters(model: PreTrainedModel) -> None:

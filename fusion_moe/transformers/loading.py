@@ -39,6 +39,7 @@ from ..checkpoints.headers import read_json, shown
 from ..checkpoints.nf4 import unflattened
 from ..errors import CheckpointError, OptionError, UnsupportedError
 from ..messages.units import some
+from ..options import during
 from .adapters import read_adapters_
 from .completeness import new_heads
 from .config import IN_4BIT, experts_config, set_quantization
@@ -295,13 +296,10 @@ def _in_place_of_files(
 ) -> tuple[Any, Any]:
     """A model of a state dict, with transformers' report about loading it."""
     model_class, config = _class_and_config(auto_class, config)
-    token = state_dict.set(tensors)
-    try:
+    with during(state_dict, tensors):
         return model_class.from_pretrained(
             directory, config=config, output_loading_info=True, **kwargs
         )
-    finally:
-        state_dict.reset(token)
 
 
 def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ all tensors that these need.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,6 +21,7 @@ from ..encodings import F32, NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, ShapeError, UnsupportedError
 from ..messages.units import some
+from ..messages.warn import log
 from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config, QuantizationConfig
 from ..nn.conversion.contract import contract_of
@@ -30,9 +30,6 @@ from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, Source, Weights, find_experts, weights_of
-
-log = logging.getLogger("fusion_moe")
-
 
 # experts in floats beside those in 8-bit floats, which are rounded with them
 _FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", FLOATS, cast=torch.float32),))

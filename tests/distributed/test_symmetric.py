@@ -37,7 +37,7 @@ def test_who_shares_memory(monkeypatch, places, says):
 
 
 def test_multicast_is_off_or_refused(monkeypatch):
-    for name in symmetric._NO_MULTICAST:
+    for name in symmetric.NO_MULTICAST:
         monkeypatch.delenv(name, raising=False)
     symmetric._forbid_multicast()
     assert symmetric.os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"

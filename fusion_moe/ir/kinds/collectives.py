@@ -138,7 +138,8 @@ def _dispatch_grad(
     fd: Any, op: Op, dx: Value | None, dids: None, dw: Value | None, dends: None
 ) -> Sequence[Value | None]:
     """What ranks found for the rows and weights that they got, added up."""
-    return [*(g and _back(fd, op, g) for g in (dx, None, dw)), None]
+    x, w = (None if g is None else _back(fd, op, g) for g in (dx, dw))
+    return [x, None, w, None]
 
 
 def _back(fd: Any, op: Op, y: Value) -> Value:
@@ -204,12 +205,12 @@ def _combine_from_grad(fd: Any, op: Op, d: Value) -> Sequence[Value | None]:
     made wider.
     """
     y, _, ids, ends, peers = op.values
-    dispatched = fd.producer(ends)
-    if dispatched is None or dispatched.kind.name != "dispatch":
+    dispatched = fd.producer(ends, "dispatch")
+    if dispatched is None:
         raise NotImplementedError("the derivative of combine_from without a dispatch before it")
-    made = fd.producer(d)
-    if made is not None and made.kind.name == "cast" and made.values[0].type.dtype in _NARROW:
-        (d,) = made.values
+    widened = fd.producer(d, "cast")
+    if widened is not None and widened.values[0].type.dtype in _NARROW:
+        (d,) = widened.values
     of = need_ends(ends.type)
     groups = fd.fresh_groups(of.count, stride=of.stride)
     how = {name: op.attrs[name] for name in ("experts", "group")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ... import plugins
 from ...errors import Error, UnsupportedError
 from ...messages.progress import progress
 from ...messages.skipped import check_skip, fits, skipping
+from ...messages.warn import log
 from ..config import QuantizationConfig, config_of
 from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule
@@ -19,7 +19,6 @@ from ..frozen.prepare import prepare_
 from ..frozen.projections import Projections
 from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
 
-log = logging.getLogger("fusion_moe")
 Filter = Callable[[nn.Module, str], bool]
 # linear layers that stay: small ones that decide much, output embeddings, and what reads images
 KEPT = ("*gate", "*router*", "*lm_head", "*vision*", "*visual*")

@@ -4,7 +4,6 @@ kernels before they are needed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,6 +18,7 @@ from ...errors import (
     need_one_of,
 )
 from ...messages.progress import progress
+from ...messages.warn import log
 from ...runtime import native
 from ...runtime.precompile import preparing
 from ..config import WEIGHTS
@@ -27,7 +27,6 @@ from .base import place_
 from .folded import fold_, folding
 from .packed import PackedModule
 
-log = logging.getLogger("fusion_moe")
 _ALL = "all"
 # tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a
 # symbol
