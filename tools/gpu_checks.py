@@ -110,6 +110,9 @@ def run(check: Check, out: Path, gpus: list[int], end: float) -> None:
             status = str(process.wait(min(60 * check.minutes, end - begin)))
         except subprocess.TimeoutExpired:
             status = "killed"
+            process.send_signal(signal.SIGINT)  # pytest says what failed until then
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
         finally:  # its workers too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -66,7 +66,7 @@ class Exchange:
         self.group, self.device = group, device
         self.rank, self.ranks = group.rank(), group.size()
         self.tokens = self.row = 0
-        self.turns, self._layers = Turns(device), list[Layer]()
+        self.turns, self._layers, self._addresses = Turns(device), list[Layer](), list[int]()
         self._memory: Any = None
         places = self._of_all(_place(device))
         self._need_all(_why_not_shared(places, self.rank))
@@ -102,6 +102,7 @@ class Exchange:
         peers = torch.zeros(PEERS + self.ranks, dtype=torch.int64, device=self.device)
         made = Layer(self, len(self._layers), experts, features, peers)
         self._layers.append(made)
+        self._tell([made])
         return made
 
     def allocate(self, tokens: int) -> None:
@@ -149,10 +150,15 @@ class Exchange:
         limit = _timeout(self.group, self.device)
         self._memory[0][:24].view(torch.int64).copy_(torch.tensor([0, limit, 0]))
         self._wait()  # nobody sends before all have zeros
-        self.tokens, self.row = tokens, row
-        for layer in self._layers:
-            numbers = [self.rank, layer.number, tokens, row, *addresses]
-            layer.peers.data.copy_(torch.tensor(numbers))  # what backwards have saved, too
+        self.tokens, self.row, self._addresses = tokens, row, addresses
+        self._tell(self._layers)
+
+    def _tell(self, layers: Sequence[Layer]) -> None:
+        """Where memory is; backwards that have saved this see it, too."""
+        if self._addresses:
+            for layer in layers:
+                numbers = [self.rank, layer.number, self.tokens, self.row, *self._addresses]
+                layer.peers.data.copy_(torch.tensor(numbers))
 
     def _need_free(self, nbytes: int, free: int, said: str) -> None:
         """OptionError unless as much is free, on all ranks."""

@@ -1372,12 +1372,13 @@ def run(rank: int, ranks: int, folder: Path, group: str, chosen: Sequence[str]) 
 
 
 def main(folder: str, _: str, *groups: str) -> None:
-    fork = multiprocessing.get_context("fork")  # imports take longer than cases
+    # imports take longer than cases, but CUDA does not survive a fork
+    processes = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
     for group in groups:
         ranks, _, names = group.partition(":")
         chosen = names.split(",") if names else list(CASES)
         started = [
-            fork.Process(target=run, args=(rank, int(ranks), Path(folder), group, chosen))
+            processes.Process(target=run, args=(rank, int(ranks), Path(folder), group, chosen))
             for rank in range(int(ranks))
         ]
         for process in started:

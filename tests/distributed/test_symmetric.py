@@ -6,6 +6,7 @@ from tempfile import mkstemp
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fusion_moe.distributed import parallelize, symmetric
 from fusion_moe.errors import OptionError, RankError
@@ -113,3 +114,20 @@ def test_a_file_system_without_room_is_an_error_before_anything_is_written(tmp_p
     exchange._of_all = lambda x: [x, x]
     with pytest.raises(OptionError, match=r"no 8.19 kB of memory that processes share"):
         exchange._in_a_file(100)
+
+
+def test_layers_made_after_the_first_call_know_the_memory(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        exchange = symmetric.Exchange.of_group(dist.group.WORLD, torch.device("cpu"))
+        first = exchange.layer(4, 64)
+        first.need(5, 2)
+        second = exchange.layer(4, 64)
+        second.need(5, 2)
+        assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
+        assert [int(layer.peers[1]) for layer in (first, second)] == [0, 1]
+        assert int(second.peers[2]) == 5
+    finally:
+        dist.destroy_process_group()

@@ -113,7 +113,8 @@ print(len(tiles), "tiles of", names, "on", len({t.track for t in tiles}), "lines
 
 def test_tiles_lie_within_their_kernels():
     """In a process of its own: its kernels are compiled to mark tiles."""
-    more = {"FUSION_MOE_CUDA_DEBUG": "timeline", "PYTHONPATH": str(Path(__file__).parent)}
+    here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    more = {"FUSION_MOE_CUDA_DEBUG": "timeline", "PYTHONPATH": here}
     done = subprocess.run(
         [sys.executable, "-c", TILES],
         env={**os.environ, **more},
