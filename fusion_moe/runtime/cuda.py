@@ -31,6 +31,7 @@ _STREAMS = 64  # how many a launch remembers
 _MAPS = 4096  # how many a process remembers
 _MAP_BYTES = 128
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_FUNC_LOAD = 12040  # the first driver that loads functions when asked
 Function = Any  # the driver's handle of a kernel
 
 
@@ -174,6 +175,18 @@ def load(path: Path, name: str, shared: int) -> Function:
         for device in range(torch.cuda.device_count()):
             checked(d.cuKernelSetAttribute(most, shared, kernel, d.CUdevice(device)), str(path))
     return d.CUfunction(int(kernel))
+
+
+def place(function: Function, index: int) -> None:
+    """Puts a kernel onto a device. Its first launch would, and wait for all kernels that run there:
+    forever, if one of them waits for this one.
+    """
+    d = driver()
+    with torch.cuda.device(index):
+        make_current()
+        placed = checked(d.cuKernelGetFunction(d.CUkernel(int(function))), "cuKernelGetFunction")
+        if int(checked(d.cuDriverGetVersion(), "driver")) >= _FUNC_LOAD:
+            checked(d.cuFuncLoad(placed), "cuFuncLoad")
 
 
 def carveout(function: Function, index: int, blocks: int, shared: int) -> int:

@@ -34,7 +34,7 @@ class Tile:
 def add(name: str, library: Any, code: bytes) -> None:
     """Adds a kernel in a loaded library to those whose marks are read, if it makes any."""
     if marks(code):
-        address = checked(driver().cuLibraryGetGlobal(library, b"timeline"), name)
+        address, _ = checked(driver().cuLibraryGetGlobal(library, b"timeline"), name)
         _kernels.append((name, int(address)))
 
 

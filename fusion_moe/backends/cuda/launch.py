@@ -343,6 +343,7 @@ def _loaded(
 def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:
     arch = cuda.arch(index)
     function = cuda.load(cubin, kernel.name, kernel.shared)
+    cuda.place(function, index)
     cuda.check_room(function, index, kernel.name, kernel.threads, kernel.shared, kernel.min_blocks)
     carveout = (
         cuda.carveout(function, index, kernel.carveout_blocks, kernel.shared)
