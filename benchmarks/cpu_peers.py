@@ -1,8 +1,11 @@
-"""Layers of KTransformers on the CPU, where it is installed, for cpu_moe.py and cpu_training.py."""
+"""Layers of KTransformers on the CPU, where it is installed, for cpu_moe.py, cpu_training.py and
+offload.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,28 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 Factors = tuple[Tensor, ...]  # bf16 A [E, r, K] and B [E, N, r] of gate_up, then of down
 # x, ids, w of a layer, dy bf16 [T, H] -> the gradients of x, of w and of factors
 TrainingStep = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class KtLayer:
+    """A layer whose weights are loaded: a `Layer`."""
+
+    pool: Any
+    moe: Any
+    slots: int
+
+    def task(self, tokens: Tensor, ids: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Any:
+        """What the pool takes, now or by the host functions of a stream. tokens: int32 [1]. All
+        tensors are read and written when it runs.
+        """
+        addresses = [t.data_ptr() for t in (ids, w, x, y)]
+        return self.moe.forward_task(tokens.data_ptr(), self.slots, *addresses, False)
+
+    def __call__(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        y, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
+        self.pool.submit(self.task(tokens, ids, w, x, y))
+        self.pool.sync()
+        return y
 
 
 class KtKernel:
@@ -68,11 +93,13 @@ class KtKernel:
         """Whether the variant for this CPU has a class of kernels."""
         return hasattr(self._moe, kernel)
 
-    def fp4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
+    def fp4(
+        self, kernel: str, gate_up: Quantized, down: Quantized, elsewhere: Tensor | None = None
+    ) -> KtLayer:
         """NVFP4 or MXFP4 weights; the scale of a block becomes one bf16, as its loader of
-        checkpoints makes it.
+        checkpoints makes it. elsewhere: as in `int4`.
         """
-        config, parts = self._config(down), _parts(gate_up, down)
+        config, parts = self._config(down, elsewhere), _parts(gate_up, down)
         _set_fp4(config, parts)
         return self._loaded(kernel, config)
 
@@ -135,12 +162,23 @@ class KtKernel:
         self._pool.submit(task)
         self._pool.sync()
 
-    def int4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
+    def int4(
+        self,
+        kernel: str,
+        gate_up: Quantized,
+        down: Quantized,
+        elsewhere: Tensor | None = None,
+        copies: int = 1,
+    ) -> KtLayer:
         """int4 weights with a scale for each row, which it makes of these weights in bf16; it
-        rounds activations to int8.
+        rounds activations to int8. elsewhere: bool [E], the experts that it skips, which may change
+        between calls. copies: how many experts have the weights of a single one.
         """
-        config = self._config(down)
-        weights = [w.contiguous() for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))]
+        config = self._config(down, elsewhere, copies)
+        weights = [
+            (w.expand(copies, -1, -1) if copies > 1 else w).contiguous()
+            for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))
+        ]
         config.gate_proj, config.up_proj, config.down_proj = (w.data_ptr() for w in weights)
         return self._loaded(kernel, config)
 
@@ -152,22 +190,18 @@ class KtKernel:
         config.gate_scales = config.up_scales = config.down_scales = [[0] * config.expert_num]
         return self._loaded(kernel, config)
 
-    def _config(self, down: Quantized) -> Any:
+    def _config(self, down: Quantized, elsewhere: Tensor | None = None, copies: int = 1) -> Any:
         experts, hidden, inner = down.shape
-        config = self._moe.MOEConfig(experts, self._slots, hidden, inner, 0)
+        config = self._moe.MOEConfig(experts * copies, self._slots, hidden, inner, 0)
         config.max_len, config.pool = self._most_tokens, self._pool.backend_
+        if elsewhere is not None:
+            config.gpu_experts_mask = elsewhere.data_ptr()
         return config
 
-    def _loaded(self, kernel: str, config: Any) -> Layer:
+    def _loaded(self, kernel: str, config: Any) -> KtLayer:
         layer, order = getattr(self._moe, kernel)(config), torch.arange(config.expert_num)
         self._wait(layer.load_weights_task(order.data_ptr()))
-        return partial(self._run, layer)
-
-    def _run(self, layer: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        y, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
-        addresses = [t.data_ptr() for t in (ids, w, x, y)]
-        self._wait(layer.forward_task(tokens.data_ptr(), self._slots, *addresses, False))
-        return y
+        return KtLayer(self._pool, layer, self._slots)
 
 
 _NO_LIMIT = 1e9  # of the activation: training with 4-bit weights takes one

@@ -14,10 +14,14 @@ not find the last step's experts in their caches. Ids are drawn evenly, by Zipf'
 most often are there. Steps are CUDA graphs, alternated in one process: with misses divided
 ("split"), all computed by the CPU ("cpu"), all copied ("copy"), of a layer that is there whole
 ("whole"), of the operation without any of this ("plain"), and, without a graph, plain offloading
-rebuilt ("peer"). Times are medians in microseconds. The bound is the larger of the whole layer's
-time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
-What the model says of both pure ways is printed as a part of what was measured: it should be 0.85
-to 1.15. Prompts stream the experts that are not there; their rate is that of the bytes copied.
+rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py), steps with its experts on the CPU and
+ours on the GPU ("kt", of offload_kt.py) follow in blocks, since its threads spin.
+
+Times are medians in microseconds. The bound is the larger of the whole layer's time and of the
+split's by its model (fusion_moe/offload/split.py), with the machine's constants. What the model
+says of both pure ways is printed as a part of what was measured: it should be 0.85 to 1.15. Prompts
+stream the experts that are not there; their rate is that of the bytes copied. offload_beside.py has
+what the CPU reads beside copies.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from typing import Any
 
 import results
 import torch
+from offload_beside import Beside, beside
+from offload_kt import PAUSE, Kt, check
 from offload_layers import (
     MODELS,
     SPARE,
@@ -55,7 +61,7 @@ from fusion_moe.offload.device import Device
 from fusion_moe.offload.split import Constants, split
 
 WAYS = "plain", "whole", "split", "cpu", "copy", "peer"
-FEWEST = 30  # steps of a cell that takes long
+FEWEST = 30  # steps of a cell that takes long, and of a block
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class Row:
     bound: float
     model_cpu: float
     model_copy: float
+    kt: float | None = None
+    kt_by: str = ""  # the kernel
 
     @property
     def better(self) -> float:
@@ -91,6 +99,7 @@ class Row:
 
     def __str__(self) -> str:
         times = " ".join(f"{n} {getattr(self, n):.0f}" for n in WAYS)
+        times += f" kt {self.kt:.0f} ({self.kt_by})" if self.kt else ""
         model = f"cpu {self.model_cpu / self.cpu:.2f}, copy {self.model_copy / self.copy:.2f}"
         return (
             f"{self.model} {self.routing} {self.resident} % there, {self.tokens} tokens: hits "
@@ -122,12 +131,18 @@ class Prompt:
 class Layers:
     """Layers of one model on a machine."""
 
-    def __init__(self, on: Gpu | Pretend, name: str, sizes: Sizes, count: int):
+    def __init__(self, on: Gpu | Pretend, name: str, sizes: Sizes, most: Any):
         self.on, self.name, self.sizes = on, name, sizes
-        self.modules = [module(sizes) for _ in range(count)]
+        self.modules = [module(sizes) for _ in range(most.layers)]
         self.homes = [SharedHome(m) for m in self.modules]
         self.rates = on.rates(self.homes[0])
         self.whole = [self._device(home, sizes.experts, self.rates) for home in self.homes]
+        self.kt: Kt | None = None
+        if most.tokens:
+            try:
+                self.kt = Kt(self.homes, max(most.tokens), sizes.of_token)
+            except ImportError as error:
+                print(f"{Kt.name}: {error}; cpu_peers.py says how to install it")
         print(f"{name}: {self.homes[0].nbytes / 1e6:.1f} MB an expert; {self.rates}", flush=True)
 
     def _device(self, home: SharedHome, slots: int, costs: Constants, spare: int = 0) -> Device:
@@ -157,22 +172,31 @@ class Layers:
         w = torch.full((tokens, k), 1.0 / k, device=self.on.device)
         on_device = ids.to(self.on.device)
         now = on_device[0].clone()
-        runs = []
-        for of_layer in devices:
+        runs, kt, kept = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
+        for layer, of_layer in enumerate(devices):
             steps = {n: self.on.replayed(d.step, x, now, w) for n, d in of_layer.items()}
             direct = Direct(of_layer["whole"], slots)
             steps["plain"] = self.on.replayed(direct.plain, x, now, w)
             steps["peer"] = partial(direct.offloading, x, now, w)
             steps["peer"]()
             runs.append(steps)
-        times: dict[str, list[float]] = {n: [] for n in WAYS}
+            if self.kt:
+                want, by = of_layer["whole"].step(x, now, w), self.kt.steps(layer, direct, x, w)
+                for name, step in by.items():
+                    check(name, step(x, now, w), want)
+                kept.append(by)  # whose memory graphs use
+                kt.append({n: self.on.replayed(step, x, now, w) for n, step in by.items()})
+        times: dict[str, list[float]] = {n: [] for n in (*WAYS, *(kt[0] if kt else ()))}
         end = time.monotonic() + most.cell
-        for step in range(len(ids)):
-            if step >= FEWEST and time.monotonic() > end:
+        for first in range(0, len(ids), FEWEST):
+            if first and time.monotonic() > end:
                 break
-            now.copy_(on_device[step])
-            for n, run in runs[step % len(runs)].items():
-                times[n].append(self.on.microseconds(run))
+            for of_layers in (runs, kt) if kt else (runs,):
+                for n in range(first, min(first + FEWEST, len(ids))):
+                    now.copy_(on_device[n])
+                    for name, run in of_layers[n % len(of_layers)].items():
+                        times[name].append(self.on.microseconds(run))
+            time.sleep(PAUSE if kt else 0)
         synchronize()
         return times
 
@@ -183,7 +207,11 @@ class Layers:
         named = [torch.bincount(i.flatten(), minlength=slots).tolist() for i in ids]
         missed = [{e: n for e, n in enumerate(row) if n and e >= slots} for row in named]
         decided = [split(m, self.rates, experts, experts) for m in missed]
-        found = {n: median(t) for n, t in times.items()}
+        medians = {n: median(t) for n, t in times.items()}
+        found: dict[str, Any] = {n: medians.pop(n) for n in WAYS}
+        if medians:
+            found["kt_by"] = best = min(medians, key=medians.__getitem__)
+            found["kt"] = medians[best]
         bounds = {
             name: median(max(found["whole"], getattr(d, of) / 1e3) for d in decided)
             for name, of in (
@@ -224,23 +252,28 @@ class Layers:
         home.drop(self.sizes.experts + SPARE)
 
 
+_LISTS = "rows", "prompts", "beside"
+
+
 class Found:
     """Rows, in a file if there is one."""
 
     def __init__(self, file: Path | None):
         self.file, self.rows, self.prompts = file, list[Row](), list[Prompt]()
+        self.beside = list[Beside]()
         if file is not None and file.exists():
             said = json.loads(file.read_text())
             self.rows = [Row(**row) for row in said["rows"]]
             self.prompts = [Prompt(**row) for row in said["prompts"]]
+            self.beside = [Beside(**row) for row in said.get("beside", [])]
 
-    def add(self, row: Row | Prompt) -> None:
+    def add(self, row: Row | Prompt | Beside) -> None:
         print(row, flush=True)
-        self.rows.append(row) if isinstance(row, Row) else self.prompts.append(row)
+        of: dict[type, list[Any]] = {Row: self.rows, Prompt: self.prompts, Beside: self.beside}
+        of[type(row)].append(row)
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            lists = ("rows", self.rows), ("prompts", self.prompts)
-            said = {name: [vars(row) for row in rows] for name, rows in lists}
+            said = {n: [vars(row) for row in getattr(self, n)] for n in _LISTS}
             self.file.write_text(json.dumps(said, indent=1))
 
     def has(self, name: str, routing: str, resident: int, tokens: int) -> bool:
@@ -267,7 +300,9 @@ def measure(arguments: argparse.Namespace, found: Found) -> bool:
             if not (cells or prompts):
                 continue
             if layers is None:
-                layers = Layers(*_machine(arguments, name), arguments.layers)
+                layers = Layers(*_machine(arguments, name), arguments)
+                if name not in [b.model for b in found.beside]:
+                    found.add(beside(name, layers.whole[0], layers.sizes.of_token))
             of_cells = layers.cells(resident, cells, arguments)
             for row in chain(of_cells, layers.prompts(resident, prompts)):
                 found.add(row)
@@ -279,7 +314,7 @@ def measure(arguments: argparse.Namespace, found: Found) -> bool:
 def _machine(arguments: argparse.Namespace, name: str) -> tuple[Gpu | Pretend, str, Sizes]:
     if not arguments.pretended:
         return Gpu(), name, MODELS[name]
-    return Pretend(), name, replace(MODELS[name], experts=32, hidden=128, inner=64)
+    return Pretend(), name, replace(MODELS[name], experts=32, hidden=128, inner=128)
 
 
 def page(found: Found) -> None:
@@ -299,8 +334,13 @@ def page(found: Found) -> None:
         ("whole - plain below 8 tokens, at most 2 us", _most(r.whole - r.plain for r in few)),
         ("whole / plain from 8 tokens on, at most 1.02", _most(r.whole / r.plain for r in many)),
         ("split / peer, at most 1", _most(r.split / r.peer for r in rows)),
+        ("split / kt-kernel, at most 1", _most(r.split / r.kt for r in rows if r.kt)),
         ("prompts / peer, at most 1", _most(p.ms / p.peer for p in found.prompts)),
         ("prompts, GB/s", _least(p.rate for p in found.prompts)),
+        (
+            "the CPU's experts / a read loop, beside copies, at least 0.75",
+            _least(b.share for b in found.beside),
+        ),
     ]
     results.write(
         "offload",
@@ -310,13 +350,19 @@ def page(found: Found) -> None:
         _table(Row, rows),
         "Prompts, in milliseconds and GB/s:",
         _table(Prompt, found.prompts),
+        "Beside copies, in GB/s:",
+        _table(Beside, found.beside),
     )
 
 
 def _table(of: Any, rows: Sequence[Any]) -> str:
     """All fields of rows."""
-    shown = [[f"{x:.4g}" if isinstance(x, float) else x for x in vars(r).values()] for r in rows]
-    return results.table([field.name for field in fields(of)], shown)
+
+    def shown(x: Any) -> Any:
+        return f"{x:.4g}" if isinstance(x, float) else "" if x is None else x
+
+    lines = [[shown(x) for x in vars(row).values()] for row in rows]
+    return results.table([field.name for field in fields(of)], lines)
 
 
 def _least(numbers: Iterator[float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,24 @@ def test_all_of_it(on, tmp_path, monkeypatch, capsys):
     assert "run it again" in capsys.readouterr().out
     assert len(json.loads(file.read_text())["rows"]) == 1
     run(monkeypatch, *given)
-    assert "all cells are there" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "all cells are there" in out
+    has_kt = bool(find_spec("kt_kernel"))
+    assert ("cpu_peers.py says how to install it" in out) != has_kt
     found = json.loads(file.read_text())
     assert [(r["routing"], r["tokens"]) for r in found["rows"]] == [
         (routing, n) for routing in ("zipf", "recorded") for n in (1, 2)
     ]
     assert all(r["steps"] == 3 and 0 < r["hits"] < 1 and r["missed"] for r in found["rows"])
+    assert all(bool(r["kt"]) == has_kt for r in found["rows"])
+    (beside,) = found["beside"]
+    assert beside["experts"] == 8
+    assert all(rate > 0 for name, rate in beside.items() if name != "model")
     assert [p["tokens"] for p in found["prompts"]] == [200, 200]
     run(monkeypatch, "--json", file, "--page")
     page = (tmp_path / "offload.md").read_text()
     assert "| qwen3-235b | recorded | 37 | 2 | 3 | 0." in page
+    assert f"| qwen3-235b | {beside['threads']} | 8 |" in page
 
 
 def test_routings():
