@@ -1,434 +1,385 @@
-"""Experts of one layer in NVFP4 divided between the GPUs of a node, beside what they compute and
-what they send, each alone.
+"""Experts of one layer divided between the GPUs of a node, inference and training, beside what they
+compute and what they send, each alone.
 
-    python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models qwen3-235b ...] [--tokens 1 32
-        128 8192] [--minutes 5]
+    python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models deepseek ...] [--tokens 8 ...]
+        [--passes forward lora] [--routing uniform zipf] [--seconds 480]
     torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a
         process for each GPU is started
-    python benchmarks/h100_parallel.py --page FILE.jsonl             writes what a run found to
-        docs/scaling.md
+    python benchmarks/h100_parallel.py --page FILE.jsonl ...         writes what runs found to
+        benchmarks/results/parallel.md
     python benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
 
-Cells: tokens of all ranks together, routing as --routing says, bf16. Ways: "replicated", all ranks
-have all tokens, as in decoding under tensor parallelism, and add up with an all-reduce;
-"all_gather" and "all_to_all", each rank has its part of the tokens (docs/guides/distributed.md; the
-number behind is the capacity); "symmetric", through memory that the ranks share. A line below a
-cell compares that with its local time and with the better of the two. Columns, medians of calls in
-CUDA graphs, the slowest rank's:
+A run that ends after --seconds leaves what it found in --out, and the next one goes on from there.
+So does one after an error, which becomes a row that is not tried again.
+
+Cells: tokens of each rank, routing as --routing says, bf16. Passes: "forward" of NVFP4 experts;
+forward and backward of "lora", adapters of rank 16 on them, with gradients of tokens, router
+weights and adapters; of "floats", experts in bf16 that train themselves, which DeepSeek-V3's size
+has room for beside nothing else. Ways: "all_gather" and "all_to_all", by collectives
+(docs/guides/distributed.md; the number behind is the capacity); "symmetric", through memory that
+the ranks share, with sums in 16 bits, or sent in float32; "replicated", all ranks have the tokens
+of all, as in decoding under tensor parallelism, and add up with an all-reduce. Columns, medians of
+calls in CUDA graphs, the slowest rank's:
 
     EP              a call of the divided module
-    local           the same without its collectives: this rank's experts on the tokens that it gets
-    collectives     NCCL alone, for the same bytes; of "symmetric" the exchange without experts
-    EP / both       EP's time in that of local + collectives
+    local           this rank's experts on all ranks' tokens, with nothing sent
+    collectives     of a forward, without experts, for the same bytes
     one             all experts on one GPU with all tokens, and how many times faster EP is
     transformers    its experts in bf16 by torch's grouped_mm with its expert parallelism: ids of
                     other ranks are masked, an all-reduce
-    error           relative Frobenius error of EP's result against that of one GPU
+    error           relative Frobenius error of the result against that of one GPU; the largest one
+                    of the gradients
+
+A second table has what "symmetric" has to reach: its time in "local", or what it adds to that; and
+how many times as fast it is as the better of the collectives that dropped nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from h200_cells import MODELS, Model
-from results import write
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from parallel_layers import LAYERS, MODELS_BY_NAME, PASSES, Cell, Theirs, World
+from parallel_ways import Clock, collectives, compiled, own_share, results, trained, ways
+from results import table, write
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-import fusion_moe
 from fusion_moe.distributed import parallelize_
-from fusion_moe.distributed.all_to_all import AllToAll
-from fusion_moe.distributed.symmetric import Exchange
-from fusion_moe.encodings import NVFP4, Quantized, dequantize
-from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from fusion_moe.nn import NVFP4Experts
+from fusion_moe.distributed.symmetric import NO_MULTICAST
 
-LAYERS = {
-    "qwen3-235b": Model("Qwen3-235B-A22B", 128, 8, 4096, 1536),
-    "deepseek": MODELS["deepseek"],
-    "tiny": Model("tiny", 16, 4, 128, 64),
-}
-TOKENS, LIMIT = (1, 32, 128, 8192), 1e-2
-MOST_REPEATS, SECONDS = 30, 0.3
+TOKENS = (8, 128, 2048, 64)  # the most telling first
+LIMIT, GRADIENTS_LIMIT = 1e-2, 2e-2
+WAIT = timedelta(seconds=180)  # for ranks that are lost
+# by tokens of a rank: the most of "local", or microseconds more
+OF_LOCAL = {8: (1.10, 15), 128: (1.15, 20), 2048: (1.15, 0)}
+FASTER, FASTER_IN_TRAINING = {64: 1.35, 2048: 1.3}, 1.1  # than the better of the collectives
 HEAD = (
-    "| layer | tokens | way | EP us | local us | collectives us | EP / both | one us | times "
-    "faster | transformers us | error |"
+    "layer",
+    "tokens a rank",
+    "passes",
+    "way",
+    "EP us",
+    "local us",
+    "EP / local",
+    "collectives us",
+    "one us",
+    "times faster",
+    "transformers us",
+    "error",
 )
-RULE = "|---" * (HEAD.count("|") - 1) + "|"
-Call = Callable[[], Tensor]
+GOALS_HEAD = (
+    "layer",
+    "tokens a rank",
+    "passes",
+    "symmetric / local",
+    "float32 sums",
+    "goal",
+    "x the better of the collectives",
+    "goal",
+)
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks, and where they compute."""
-
-    mesh: DeviceMesh
-    device: torch.device
-
-    @property
-    def kind(self) -> str:
-        """What computes."""
-        return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
-
-    @property
-    def ranks(self) -> int:
-        return self.mesh.size()
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_rank()
-
-    @property
-    def group(self) -> str:
-        return str(self.mesh.get_group().group_name)
-
-    def slowest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        t = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(t, dist.ReduceOp.MAX)
-        return float(t)
-
-    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of all tokens."""
-        return [t.chunk(self.ranks)[self.rank].contiguous() for t in tensors]
+# Measuring ----------------------------------------------------------------------------------------
 
 
-# Layers -------------------------------------------------------------------------------------------
+class Layers:
+    """Whole layers, the same on all ranks, made when they are wanted."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self._made: dict[tuple[str, str], Any] = {}
+        self._theirs: dict[str, Theirs | str] = {}
+
+    def of(self, cell: Cell) -> Any:
+        key = cell.name, cell.passes
+        if key not in self._made:
+            if cell.passes == "floats":  # nothing else has room
+                self._made, self._theirs = {}, {}
+            self._made[key] = LAYERS[cell.passes](cell.model, self.world.device)
+        return self._made[key]
+
+    def theirs(self, cell: Cell) -> Theirs | str:
+        """transformers', or why there is none."""
+        if cell.name not in self._theirs:
+            whole = LAYERS["forward"](cell.model, self.world.device)
+            try:
+                self._theirs[cell.name] = Theirs(cell.model, whole, self.world)
+            except (ImportError, AttributeError, TypeError) as error:
+                self._theirs[cell.name] = f"{type(error).__name__}: {error}"
+        return self._theirs[cell.name]
 
 
-def experts_of(model: Model, device: torch.device) -> NVFP4Experts:
-    """All experts, the same on all ranks: any codes, decode scales such that products of normal
-    numbers are about 1 in size.
-    """
-    g = torch.Generator(device).manual_seed(0)
-    weights = []
-    for n, k in model.products("mlp"):
-        codes = torch.randint(
-            0, 256, (model.experts, n, k // 2), dtype=torch.uint8, device=device, generator=g
-        )
-        scales = torch.randint(
-            0x60, 0x7F, (model.experts, n, k // 16), dtype=torch.uint8, device=device, generator=g
-        )
-        decode = (torch.rand(model.experts, device=device, generator=g) + 0.5) / (
-            600 * math.sqrt(k)
-        )
-        weights.append(Quantized(codes, scales.view(torch.float8_e4m3fn), decode, encoding=NVFP4))
-    return NVFP4Experts(*weights)
-
-
-def inputs_of(
-    model: Model, tokens: int, device: torch.device, routing: str = "uniform"
-) -> list[Tensor]:
-    """x bf16[T, H], ids i64[T, k], w bf16[T, k] of all tokens, the same on all ranks. routing:
-    "zipf": expert e is named as often as 1 / (1 + e) ** 1.2, in an order that is spread over ranks.
-    """
-    g = torch.Generator(device).manual_seed(tokens)
-    scores = torch.rand(tokens, model.experts, device=device, generator=g).log()
-    if routing == "zipf":
-        order = torch.randperm(model.experts, device=device, generator=g)
-        scores = scores * (order + 1).float() ** 1.2  # the largest of exponential variables
-    ids = scores.topk(model.slots).indices
-    w = torch.rand(tokens, model.slots, device=device, generator=g) + 0.1
-    x = torch.randn(tokens, model.hidden, device=device, generator=g)
-    return [x.bfloat16(), ids, (w / w.sum(1, keepdim=True)).bfloat16()]
-
-
-class Theirs:
-    """transformers' experts on their grouped_mm, and the steps of its expert parallelism."""
-
-    def __init__(self, model: Model, whole: NVFP4Experts, world: World):
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
-
-        here = model.experts // world.ranks
-        config = Qwen3MoeConfig(
-            hidden_size=model.hidden,
-            moe_intermediate_size=model.intermediate,
-            num_experts=here,
-            num_experts_per_tok=model.slots,
-        )
-        config._experts_implementation = "grouped_mm"
-        with torch.device("meta"):
-            self.module = Qwen3MoeExperts(config)
-        self.module._is_expert_parallel = world.ranks > 1
-        self.first, self.here, self.world = world.rank * here, here, world
-        for name in ("gate_up", "down"):
-            weight = whole.weight_of(name)
-            shares = [
-                weight.of(t[e : e + 1] for t in weight)
-                for e in range(self.first, self.first + here)
-            ]
-            made = torch.empty((here, *weight.shape[1:]), dtype=torch.bfloat16, device=world.device)
-            for e, share in enumerate(shares):
-                made[e] = dequantize(share, torch.bfloat16)[0]
-            setattr(self.module, f"{name}_proj", nn.Parameter(made, requires_grad=False))
-
-    def __call__(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        """As AllReduceEP of 5.21; before, the hook of the router masks."""
-        away = ids // self.here != self.world.rank
-        y = self.module(x, torch.where(away, self.here, ids - self.first), w.masked_fill(away, 0))
-        return all_reduce(y, self.world.group, self.world.ranks)
-
-
-# Ways ---------------------------------------------------------------------------------------------
-
-
-def ways(world: World, model: Model, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names, and the options of parallelize_."""
-    yield "replicated", {}
-    if tokens % world.ranks == 0:
-        yield "all_gather", {"tokens": "sharded"}
-        mean = 1 - (1 - 1 / world.ranks) ** model.slots
-        for capacity in dict.fromkeys((1.0, min(1.0, round(4 / 3 * mean, 2)))):
-            yield (
-                f"all_to_all {capacity}",
-                {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity},
-            )
-        yield "symmetric", {"tokens": "sharded", "dispatch": "symmetric"}
-
-
-def alone(
-    world: World, module: Any, options: dict[str, Any], given: list[Tensor]
-) -> tuple[Call, Call]:
-    """What a rank computes on the tokens that come to it, and the collectives of a call."""
-    # without the collectives that are around it
-    inner, group, ranks = type(module).forward, world.group, world.ranks
-    if not options:
-        y = torch.empty_like(given[0])
-        return partial(inner, module, *given), partial(all_reduce, y, group, ranks)
-    if options.get("dispatch") != "all_to_all":
-        there = [all_gather(t, group, ranks) for t in given]
-        if "dispatch" in options:
-            return partial(inner, module, *there), exchange_alone(world, module, given)
-        y = torch.empty_like(there[0])
-
-        def both() -> Tensor:
-            for t in given:
-                all_gather(t, group, ranks)
-            return reduce_scatter(y, group, ranks)
-
-        return partial(inner, module, *there), both
-    rows, _ = AllToAll(
-        group, ranks, world.ranks * len(module.down_proj), options["capacity"]
-    ).dispatch(module, tuple(given))
-
-    def there_and_back() -> Tensor:
-        for t in rows:
-            all_to_all(t, group, ranks)
-        return all_to_all(rows[0], group, ranks)
-
-    return partial(inner, module, *rows), there_and_back
-
-
-def exchange_alone(world: World, module: Any, given: list[Tensor]) -> Call:
-    """Tokens there, and sums as large back, without experts."""
-    experts = world.ranks * len(module.down_proj)
-    (x, ids, w), group = given, world.mesh.get_group()
-    layer = Exchange.of_group(group, world.device).layer(experts, x.shape[1])
-    layer.need(len(x), x.element_size())
-    fd = fusion_moe.FusionDefinition()
-    values = [fd.define_tensor(shape=t.shape, dtype=t.dtype) for t in (x, ids, w, layer.peers)]
-    ranks, how = fd.define_groups("ranks", world.ranks, len(x)), {"experts": experts}
-    how |= {"group": world.group}
-    rows, all_ids, _, ends = fd.ops.dispatch(*values, groups=ranks, **how)
-    fd.add_output(fd.ops.combine_from(rows, all_ids, values[1], ends, values[3], **how))
-    fusion = fd.fusion()
-    return lambda: fusion_moe.run(fusion, [x, ids, w, layer.peers])[0]
+def apart(found: Tensor, want: Tensor) -> float:
+    """The relative Frobenius error, in pieces: float32 copies of all may not fit."""
+    pieces = [*zip(found.chunk(64), want.chunk(64), strict=True)]
+    off = sum(float((a.float() - b.float()).square().sum()) for a, b in pieces)
+    return float((off / max(sum(float(b.float().square().sum()) for _, b in pieces), 1e-30)) ** 0.5)
 
 
 def measure(
-    world: World,
-    model: Model,
-    whole: NVFP4Experts,
-    theirs: Theirs | str,
-    tokens: int,
-    routing: str = "uniform",
-) -> Iterator[dict[str, Any]]:
-    """A row for each way."""
-    all_given = inputs_of(model, tokens, world.device, routing)
-    want = whole(*all_given)
-    one = microseconds(world, partial(whole, *all_given))
-    peer: Any = theirs
-    if isinstance(theirs, Theirs):
-        try:
-            peer = microseconds(world, partial(theirs, *all_given))
-        except Exception as error:  # a line of the table, whatever it is
-            peer = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    for name, options in ways(world, model, tokens):
-        module = deepcopy(whole)
-        parallelize_(module, world.mesh, **options)
-        given = world.own(all_given) if options else all_given
-        found, expected = module(*given), world.own([want])[0] if options else want
-        error = world.slowest(
-            float((found.float() - expected.float()).norm() / expected.float().norm())
-        )
-        local, collectives = alone(world, module, options, given)
-        times = {"ep": partial(module, *given), "local": local, "collectives": collectives}
+    world: World, layers: Layers, cell: Cell, done: set[str], clock: Clock
+) -> Iterator[Row]:
+    """A row for each way that is not done."""
+    named = dict(ways(world, cell.model.slots, cell.passes))
+    if done.issuperset(named):
+        return
+    whole, every = layers.of(cell), cell.inputs(world)
+    mine = world.own(every)
+    alone = partial(results, whole, trained(whole), cell.passes, every)
+    y, *rest = compiled(alone)
+    tokens, weights = [y, *rest[:2]], [world.of_experts(t) for t in rest[2:]]
+    del rest
+    common = {"one": clock.of(alone), "transformers": None}
+    if cell.passes == "forward":
+        common["transformers"] = _of_theirs(layers.theirs(cell), every[:3], clock)
+    gathers = _divided(whole, world, named["all_gather"])
+    common["local"] = clock.of(own_share(world, gathers, mine, cell.passes))
+    del gathers
+    for way, options in named.items():
+        if way in done:
+            continue
+        module, given = _divided(whole, world, options), mine if options else every
+        call = partial(results, module, trained(module), cell.passes, given)
+        found = compiled(call)
+        want = [*(world.own(tokens) if options else tokens), *weights]
+        errors = [world.slowest(apart(a, b)) for a, b in zip(found, want, strict=True)]
+        del found, want
+        times = {"ep": clock.of(call), "collectives": None}
+        if cell.passes == "forward" and not options.get("float32_sums"):
+            times["collectives"] = clock.of(collectives(world, module, options, given))
         yield {
-            "device": world.kind,
-            "torch": torch.__version__,
-            "ranks": world.ranks,
-            "layer": model.title + (f", {routing}" if routing != "uniform" else ""),
-            "tokens": tokens,
-            "way": name,
-            "error": error,
-            "one": one,
-            "transformers": peer,
+            "way": way,
+            "error": errors[0],
+            "gradients": max(errors[1:], default=None),
             "dropped": int(world.slowest(int(getattr(module, "dropped", 0)))),
-            **{k: microseconds(world, f) for k, f in times.items()},
+            "graphs": clock.graphs,
+            **common,
+            **times,
+        }
+        del module, call
+
+
+def _divided(whole: Any, world: World, options: dict[str, Any]) -> Any:
+    module = deepcopy(whole)
+    parallelize_(module, world.mesh, **options)
+    return module
+
+
+def _of_theirs(module: Theirs | str, given: Sequence[Tensor], clock: Clock) -> float | str:
+    if isinstance(module, str):
+        return module
+    try:
+        with torch.no_grad():
+            return clock.of(partial(module, *given))
+    except Exception as error:  # a line of the table, whatever it is
+        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """In the order in which they are measured."""
+    for routing in args.routing:
+        for tokens in args.tokens:
+            for name in ["tiny"] if args.tiny else args.models:
+                for passes in args.passes:
+                    yield Cell(name, tokens, passes, routing)
+
+
+class Found:
+    """Rows, in a file."""
+
+    def __init__(self, file: Path, world: World):
+        self.file, self.world = file, world
+        self.rows = rows_of(file) if file.exists() else []
+        dist.barrier()  # nobody writes before all have read
+
+    def of(self, cell: Cell) -> list[Row]:
+        named = self._named(cell)
+        return [row for row in self.rows if row.items() >= named.items()]
+
+    def add(self, cell: Cell, row: Row) -> Row:
+        made = {**self._named(cell), "torch": torch.__version__, **row}
+        self.rows.append(made)
+        return made
+
+    def write(self, row: Row) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _named(self, cell: Cell) -> Row:
+        return {
+            "device": self.world.kind,
+            "ranks": self.world.ranks,
+            "layer": cell.model.title,
+            "tokens": cell.tokens,
+            "passes": cell.passes,
+            "routing": cell.routing,
         }
 
 
-# Times --------------------------------------------------------------------------------------------
+def measure_all(args: argparse.Namespace, world: World) -> None:
+    end = time.monotonic() + args.seconds
+    found, layers = Found(args.out, world), Layers(world)
+    clocks = {passes: Clock(world) for passes in PASSES}
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(text, flush=True)
+
+    say(f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{table(HEAD, [])}")
+    for cell in cells(args):
+        done = {row["way"] for row in found.of(cell)}
+        rows = measure(world, layers, cell, done, clocks[cell.passes])
+        try:
+            while not (late := world.slowest(float(time.monotonic() > end))):
+                if (row := next(rows, None)) is None:
+                    break
+                row = found.add(cell, row)
+                if world.rank == 0:
+                    found.write(row)
+                say(line(row))
+        except Exception as error:  # of this rank; the others wait for it
+            done = {row["way"] for row in found.of(cell)}
+            way = next(w for w, _ in ways(world, cell.model.slots, cell.passes) if w not in done)
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found.write(found.add(cell, {"way": way, "failed": why}))
+            raise
+        for reached in goals(found.of(cell)):
+            say(f"symmetric: {_line(reached[3:])}")
+        if late:
+            say("not all cells are there: run it again")
+            return
+    say("all cells are there")
 
 
-@torch.no_grad()
-def microseconds(world: World, call: Call) -> float:
-    """A median, of the slowest rank."""
-    return world.slowest((_of_graphs if world.device.type == "cuda" else _of_calls)(world, call))
+# Tables -------------------------------------------------------------------------------------------
 
 
-def _of_calls(world: World, call: Call) -> float:
-    times = []
-    for _ in range(7):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) * 1e6
+def rows_of(file: Path) -> list[Row]:
+    return [json.loads(text) for text in file.read_text().splitlines()]
 
 
-def _of_graphs(world: World, call: Call) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-    calls = int(world.slowest(max(1, min(16, 2 / max(start.elapsed_time(end), 0.05)))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    repeats = int(world.slowest(max(5, min(MOST_REPEATS, SECONDS * 1e3 / start.elapsed_time(end)))))
-    times = []
-    for _ in range(repeats):
-        dist.barrier()  # ranks start together
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times) * 1e3
+def named(row: Row) -> list[str]:
+    """The columns of a cell."""
+    layer = row["layer"] + ("" if row["routing"] == "uniform" else f", {row['routing']}")
+    graphs = row.get("graphs", True) or row["device"] == "CPU"
+    return [layer, f"{row['tokens']:,}", PASSES[row["passes"]] + ("" if graphs else ", eager")]
+
+
+def line(row: Row) -> str:
+    """Of the table."""
+    if "failed" in row:
+        return _line([*named(row), row["way"], row["failed"]])
+    ep, local, one = row["ep"], row["local"], row["one"]
+    errors = f"{row['error']:.0e}"
+    wrong = row["error"] > LIMIT
+    if row["gradients"] is not None:
+        errors += f", {row['gradients']:.0e}"
+        wrong |= row["gradients"] > GRADIENTS_LIMIT
+    if row["dropped"]:
+        errors += f", {row['dropped']} dropped"
+    elif wrong:
+        errors += " WRONG"
+    times = [_us(ep), _us(local), f"{ep / local:.2f}", _us(row["collectives"])]
+    whole = [_us(one), f"{one / ep:.2f}", _us(row["transformers"])]
+    return _line([*named(row), row["way"], *times, *whole, errors])
+
+
+def _us(time: float | str | None) -> str:
+    return f"{time:,.0f}" if isinstance(time, float) else time or ""
+
+
+def _line(columns: Iterable[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def goals(rows: Sequence[Row]) -> list[list[str]]:
+    """What "symmetric" reaches in each of some cells that have it."""
+    return [
+        reached
+        for _, of_cell in groupby(rows, named)
+        if (reached := _goals({row["way"]: row for row in of_cell if "ep" in row}))
+    ]
+
+
+def _goals(ways: dict[str, Row]) -> list[str] | None:
+    if "symmetric" not in ways:
+        return None
+    row, in_float32 = ways["symmetric"], ways.get("symmetric float32")
+    ep, local, tokens, forward = row["ep"], row["local"], row["tokens"], row["passes"] == "forward"
+    goal, faster, more = "", "", FASTER.get(tokens) if forward else FASTER_IN_TRAINING
+    if forward and tokens in OF_LOCAL:
+        ratio, us = OF_LOCAL[tokens]
+        either = f"{ratio:.2f}" + (f" or +{us} us" if us else "")
+        goal = f"{either}: {_reached(ep / local <= ratio or ep - local <= us)}"
+    others = [r["ep"] for way, r in ways.items() if way.startswith("all_") and not r["dropped"]]
+    times = min(others) / ep if others else 0
+    if times and more:
+        faster = f"{more}: {_reached(times >= more)}"
+    return [
+        *named(row),
+        f"{ep / local:.2f} ({ep - local:+,.0f} us)",
+        f"{in_float32['ep'] / local:.2f}" if in_float32 else "",
+        goal,
+        f"{times:.2f}" if times else "",
+        faster,
+    ]
+
+
+def _reached(goal: bool) -> str:
+    return "reached" if goal else "missed"
+
+
+def page(files: Sequence[Path]) -> None:
+    """Writes the tables of runs."""
+    rows = [row for file in files for row in rows_of(file) if "ep" in row]
+    layers, orders = [m.title for m in MODELS_BY_NAME.values()], [*PASSES]
+
+    def place(row: Row) -> tuple[Any, ...]:
+        cell = layers.index(row["layer"]), orders.index(row["passes"]), row["tokens"]
+        return row["ranks"], row["device"], row["torch"], row["routing"], cell
+
+    parts = []
+    for (ranks, device, version), of_run in groupby(
+        sorted(rows, key=place), lambda r: place(r)[:3]
+    ):
+        found = [*of_run]
+        parts += [
+            f"## {ranks} x {device}, torch {version}",
+            "\n".join([table(HEAD, []), *map(line, found)]),
+            "What `symmetric` reaches:",
+            table(GOALS_HEAD, goals(found)),
+        ]
+    print(write("parallel", "benchmarks/h100_parallel.py", *parts))
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def line(row: dict[str, Any]) -> str:
-    """Of the table."""
-    ep, both, peer = row["ep"], row["local"] + row["collectives"], row["transformers"]
-    times = (
-        f"{ep:,.0f} | {row['local']:,.0f} | {row['collectives']:,.0f} | {ep / both:.2f} | "
-        f"{row['one']:,.0f} | {row['one'] / ep:.2f}"
-    )
-    left_out = f", {row['dropped']} dropped" if row["dropped"] else ""
-    error = f"{row['error']:.0e}{left_out}" + (
-        "" if row["error"] <= LIMIT or row["dropped"] else " WRONG"
-    )
-    peer = f"{peer:,.0f}" if isinstance(peer, float) else peer
-    return f"| {row['layer']} | {row['tokens']} | {row['way']} | {times} | {peer} | {error} |"
-
-
-def compared(rows: Sequence[dict[str, Any]]) -> str:
-    """A line about "symmetric" in one cell; "" if it is not there."""
-    times = {row["way"]: row["ep"] for row in rows if row["way"] != "replicated"}
-    found = next((row for row in rows if row["way"] == "symmetric"), None)
-    others = [time for way, time in times.items() if way != "symmetric"]
-    if not found or not others:
-        return ""
-    ep, local = found["ep"], found["local"]
-    return (
-        f"symmetric: {ep / local:.2f} of local, {ep - local:+,.0f} us; {min(others) / ep:.2f} "
-        "times as fast as the better of the collectives"
-    )
-
-
-def page(file: Path) -> None:
-    """Writes the table of a run."""
-    rows = [json.loads(text) for text in file.read_text().splitlines()]
-    title = f"{rows[0]['ranks']} x {rows[0]['device']}, torch {rows[0]['torch']}:"
-    print(
-        write(
-            "parallel",
-            "benchmarks/h100_parallel.py",
-            title,
-            "\n".join([HEAD, RULE, *map(line, rows)]),
-        )
-    )
-
-
 def run(args: argparse.Namespace, **where: Any) -> None:
     """What each rank does. where: how ranks meet, unless torchrun says it."""
-    device = torch.device(
-        args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None
-    )
-    if device.type == "cuda":
+    cuda = args.device == "cuda"
+    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if cuda else None)
+    if cuda:
+        os.environ |= NO_MULTICAST  # before NCCL makes a communicator
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,
-        **where,
-    )
-    world = World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
-    until = time.monotonic() + 60 * args.minutes
-    if world.rank == 0:
-        print(
-            f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{HEAD}\n{RULE}", flush=True
-        )
-    for name in ["tiny"] if args.tiny else args.models:
-        model = LAYERS[name]
-        whole = experts_of(model, device)
-        try:
-            theirs: Theirs | str = Theirs(model, whole, world)
-        except (ImportError, AttributeError, TypeError) as error:
-            theirs = f"{type(error).__name__}: {error}"
-        for tokens in args.tokens:
-            if world.slowest(float(time.monotonic() > until)):
-                break
-            rows = []
-            for row in measure(world, model, whole, theirs, tokens, args.routing):
-                rows.append(row)
-                if world.rank == 0:
-                    print(line(row), flush=True)
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-            if world.rank == 0:
-                print(compared(rows), flush=True)
-        del whole, theirs
+    backend, bound = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, device_id=bound, timeout=WAIT, **where)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    measure_all(args, World(mesh, device))
     dist.destroy_process_group()
 
 
@@ -446,20 +397,21 @@ def main() -> None:
         "--out",
         type=Path,
         default=Path("build/h100_parallel.jsonl"),
-        help="lines are added; %(default)s",
+        help="where a run goes on; %(default)s",
     )
-    parser.add_argument(
-        "--models", nargs="+", choices=tuple(LAYERS), default=["qwen3-235b", "deepseek"]
-    )
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform")
-    parser.add_argument("--minutes", type=float, default=5, help="no cell starts afterwards")
+    several: dict[str, Any] = {"nargs": "+"}
+    models = [*MODELS_BY_NAME][:2]
+    parser.add_argument("--models", choices=models, default=models, **several)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each rank", **several)
+    parser.add_argument("--passes", choices=PASSES, default=["forward", "lora"], **several)
+    parser.add_argument("--routing", choices=("uniform", "zipf"), default=["uniform"], **several)
+    parser.add_argument("--seconds", type=float, default=480, help="no way starts afterwards")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--ranks", type=int, default=0, help="processes without torchrun; one for each GPU"
     )
     parser.add_argument(
-        "--page", type=Path, metavar="FILE.jsonl", help="write the table of a run, and run nothing"
+        "--page", type=Path, metavar="FILE.jsonl", help="write the tables of runs", **several
     )
     parser.add_argument("--tiny", action="store_true", help="a small layer")
     args = parser.parse_args()

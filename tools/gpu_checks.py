@@ -84,7 +84,10 @@ CHECKS = (
     Check("row-order", 3, "benchmarks/invariant.py --bits nvfp4 mxfp4"),
     Check("ranks", 8, f'{_PYTEST} -m "gpu and multi" tests/distributed', all_gpus=True),
     Check(
-        "ranks-times", 8, "benchmarks/h100_parallel.py --out {out}/parallel.jsonl", all_gpus=True
+        "ranks-times",
+        8,
+        "benchmarks/h100_parallel.py --seconds 420 --out {out}/parallel.jsonl",
+        all_gpus=True,
     ),
 )
 
