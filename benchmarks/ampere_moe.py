@@ -25,19 +25,20 @@ from h200_cells import MODELS, MORE_MODELS, TOKENS
 NO_PREDICTION = "Times of this GPU by code for another one. They predict no time of that one."
 
 
-def measured(out: Path, arch: str, contenders: list[str], told: argparse.Namespace) -> None:
-    """Runs the cells that are not in a file yet."""
+def measured(out: Path, arch: str, contenders: list[str], told: argparse.Namespace) -> int:
+    """Runs the cells that are not in a file yet. -> the exit status"""
     command = [
         *(sys.executable, str(Path(__file__).with_name("h200_moe.py")), "--out", str(out)),
         *("--part", "mlp", "--model", *told.model, "--tokens", *map(str, told.tokens)),
         *("--minutes", str(told.minutes), "--contender", *contenders),
     ]
-    subprocess.run(command, check=True, env={**os.environ, "FUSION_MOE_CUDA_ARCH": arch})
+    environment = {**os.environ, "FUSION_MOE_CUDA_ARCH": arch}
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def cells(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The lines of a file, by model and tokens."""
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    """The lines of a file, by model and tokens; none if no cell was finished."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
     return {(row["model"], row["tokens"]): row for row in lines}
 
 
@@ -66,8 +67,10 @@ def main() -> None:
     told = parser.parse_args()
     told.out.mkdir(parents=True, exist_ok=True)
     lane, own = (told.out / f"{name}.jsonl" for name in (told.arch, "own"))
-    measured(lane, told.arch, ["fusion_moe"], told)
-    measured(own, "auto", ["fusion_moe", "marlin"], told)
+    statuses = (
+        measured(lane, told.arch, ["fusion_moe"], told),
+        measured(own, "auto", ["fusion_moe", "marlin"], told),
+    )
     lane_head = f"us by {told.arch} | us by its own | Marlin | of Marlin's | TFLOP/s by {told.arch}"
     print(f"| model | tokens | {lane_head} |")
     by_own = cells(own)
@@ -75,6 +78,8 @@ def main() -> None:
         if at in by_own:
             print(line(*at, row, by_own[at]))
     print(NO_PREDICTION)
+    if any(statuses):
+        sys.exit(f"not every cell was measured: the runs ended with {statuses}")
 
 
 if __name__ == "__main__":

@@ -47,14 +47,19 @@ class Marlin(Contender):
         assert self.weights
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        from vllm import _custom_ops as ops
         from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
 
         if cell.part != "mlp":
             raise NotImplementedError("whole MLPs only")
         weights = self.weights[layer]
-        ids = to.ids.int()
+        ids, w = to.ids.int(), to.w.float()
+
+        def moe_sum(rows: torch.Tensor, tokens: torch.Tensor, *_: object) -> torch.Tensor:
+            ops.moe_sum(rows, tokens)
+            return tokens
 
         def run() -> torch.Tensor:
-            return fused_marlin_moe(to.x, topk_weights=to.w, topk_ids=ids, **weights)
+            return fused_marlin_moe(to.x, topk_weights=w, topk_ids=ids, moe_sum=moe_sum, **weights)
 
         return Call(run, layer, to)

@@ -41,6 +41,7 @@ import json
 import math
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -130,8 +131,8 @@ class Bench:
                 self.missing[contender] = _sentence(e)
             print(f"{contender}: prepared in {time.monotonic() - begun:.1f} s", flush=True)
 
-    def measure(self, cell: Cell, repeats: int) -> dict[str, Any]:
-        """The line of one cell."""
+    def measure(self, cell: Cell, repeats: int) -> dict[str, Any] | None:
+        """The line of one cell; None if nobody computes it, which is printed."""
         to = routed(cell)
         touched = statistics.mean(r.touched for r in to)
         floor = cell.floor(touched)
@@ -152,7 +153,8 @@ class Bench:
                 found[name] = {"missing": _sentence(e)}
                 torch.cuda.synchronize()  # raises if the device cannot go on
         if not graphs:
-            raise RuntimeError(f"nobody computes {cell}: {found}")
+            print(f"nobody computes {cell}: {found}", flush=True)
+            return None
         state: dict[str, list[float]] = {}
         for name, us in replays(graphs, repeats, lambda done: state.update(watch(done))).items():
             median = statistics.median(us)
@@ -196,7 +198,7 @@ def _sentence(e: Exception) -> str:
 def versions() -> dict[str, str]:
     """Of the packages of the contenders, as far as they are there."""
     found = {}
-    for name in ("torch", "triton", "humming-kernels"):
+    for name in ("torch", "triton", "humming-kernels", "vllm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -286,6 +288,7 @@ def main() -> None:
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
     done = {Cell(r["model"], r["part"], r["tokens"], r["routing"]) for r in map(json.loads, lines)}
     print(made, flush=True)
+    by_nobody = []
     for name in told.model:
         wanted = [
             Cell(name, *rest) for rest in itertools.product(told.part, told.tokens, told.routing)
@@ -298,13 +301,17 @@ def main() -> None:
                 return
             torch.manual_seed(0)
             bench = bench or Bench(name, told.contender, cells)
-            row = {**bench.measure(cell, told.repeats), "provenance": made}
-            with told.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(row) + "\n")
-            report(row)
+            if row := bench.measure(cell, told.repeats):
+                with told.out.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps({**row, "provenance": made}) + "\n")
+                report(row)
+            else:
+                by_nobody.append(cell)
             torch.cuda.empty_cache()
         del bench
         torch.cuda.empty_cache()
+    if by_nobody:
+        sys.exit(f"nobody computed {by_nobody}")
 
 
 if __name__ == "__main__":
