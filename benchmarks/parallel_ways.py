@@ -109,10 +109,8 @@ def exchange_alone(world: World, module: Any, given: Sequence[Tensor]) -> Call:
 
 
 def compiled(call: Call) -> Any:
-    """What a call makes, after its kernels are compiled at once. The backward is in this thread,
-    where calls are noted.
-    """
-    with fusion_moe.preparing(), torch.autograd.set_multithreading_enabled(False):
+    """What a call makes, after its kernels are compiled at once."""
+    with fusion_moe.preparing():
         call()
     return call()
 

@@ -72,8 +72,9 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
     """Compiles the kernels that the calls inside the block need: at its end, in parallel, with
     progress on stderr. Yields the calls.
 
-    Inside, programs launch nothing and return zeros, so results are meaningless. If the block
-    raises, nothing is compiled.
+    Inside, programs launch nothing and return zeros, so results are meaningless. A backward runs in
+    the thread that calls it, so its kernels are compiled too. If the block raises, nothing is
+    compiled.
 
     Args:
         sizes: "called": the sizes of the calls; "all": these, and all others in the same
@@ -85,7 +86,8 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
     """
     need_one_of("sizes", sizes, ("called", "all"), where="preparing")
     noted: dict[Noted, None] = {}
-    with options.during(NOTED, noted):
+    # autograd's threads do not see what is noted
+    with options.during(NOTED, noted), torch.autograd.set_multithreading_enabled(False):
         yield noted
     compile_all(_of_all_sizes(noted) if sizes == "all" else noted)
 

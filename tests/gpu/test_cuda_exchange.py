@@ -97,9 +97,7 @@ class Ranks:
 
 
 class Training(Ranks):
-    """Experts in bf16, and what a call makes with the gradients of all that has one. Each rank's
-    backward is in the thread that calls it, where `preparing` sees it.
-    """
+    """Experts in bf16, and what a call makes with the gradients of all that has one."""
 
     format = "bf16"
 
@@ -112,8 +110,7 @@ class Training(Ranks):
         weights = chain(*(self.on_gpu if device == "cuda" else self.shares)[rank])
         wanted = [t.requires_grad_() for t in (x, w, *weights)]
         y = super().call(rank, (x, ids, w), capacity, device)
-        with torch.autograd.set_multithreading_enabled(False):
-            return [y.detach(), *torch.autograd.grad(y, wanted, given[0].flip(-1))]
+        return [y.detach(), *torch.autograd.grad(y, wanted, given[0].flip(-1))]
 
 
 def tokens(count: int, seed: int) -> Given:

@@ -56,6 +56,20 @@ def test_a_graph_captures_the_first_call(cold, count, monkeypatch):
     assert {path.name for path in cold.rglob("*.cubin")} == cubins
 
 
+def test_a_backward_inside_is_compiled_too(cold, monkeypatch):
+    x, *others = arguments(3)
+    x.requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        y = O.expert_mlp(x, *others, weight_layout="w16x64")
+        return torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    with fusion_moe.preparing():
+        assert not gradient().any()
+    monkeypatch.setattr(nvrtc, "_compile", None)
+    assert gradient().any()
+
+
 def test_a_capture_inside_is_a_capture(cold):
     """What a graph captures must run when it is replayed."""
     args = arguments(3)
