@@ -56,9 +56,9 @@ def serving() -> Iterator[Bar]:
 
 
 def scaling() -> Iterator[Bar]:
-    for layer, tokens, way, *_, cell in tables("scaling.md")[0][1:]:
+    for layer, tokens, run, way, *_, cell in tables("scaling.md")[0][1:]:
         (times,) = faster(cell)
-        yield f"{layer}, {tokens} tokens, {way}", times, times, cell
+        yield f"{layer}, {tokens} tokens, {run}, {way}", times, times, cell
 
 
 def offloading() -> Iterator[Bar]:
@@ -74,7 +74,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[], Iterator[Bar]]]] = {
     "performance/training.svg": ("times as fast as the other way", 1, training),
     "performance/serving.svg": ("a step or prompt, times as fast as vLLM's default", 1, serving),
     "performance/offload.svg": ("a layer's step, shorter is better", 0, offloading),
-    "scaling.svg": ("two GPUs, times as fast as one", 1, scaling),
+    "scaling.svg": ("four GPUs, times as fast as one", 1, scaling),
 }
 
 

@@ -1315,6 +1315,9 @@ def layers_in_another_order(mesh):
 def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
     with fusion_moe.options.override(target="auto"):
         module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
+        with fusion_moe.preparing():  # which may take one rank longer than others wait
+            module(*inputs())
+        dist.barrier()
         module(*inputs())
         if mesh.get_local_rank() == mesh.size() - 1:
             leave()
