@@ -24,7 +24,7 @@ class Target:
     """A kind of machine.
 
     activation_formats: those that its grouped products accept; requires: the arch.FEATURES that one
-    of them, or `turned_columns`, needs. schedulers: those that are asked whether one kernel can
+    of them needs. schedulers: those that are asked whether one kernel can
     compute a piece, in order (`schedule.Scheduler`). operand_layouts: the layout in which products
     read the block scales of a quantized activation. device: the kind of device that its kernels run
     on, "" for every one; capability: the CUDA compute capability that they require; ran_on: the
@@ -38,8 +38,8 @@ class Target:
     matrix can choose the scale of the whole. folded_from: for a device and [G, N, K], from how many
     rows a matrix on average weights in few bits that are there in FP8 too are read as those.
     turned_columns: encodings along rows of groups whose codes products over rows read by columns
-    (`turn_runs`). sends_sums: whether the kernel that sends tokens' sums to other ranks also makes
-    them.
+    (`turn_runs`), on the GPU that programs are planned for. sends_sums: whether the kernel that
+    sends tokens' sums to other ranks also makes them.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Target:
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
-    turned_columns: tuple[str, ...] = ()
+    turned_columns: Callable[[], tuple[str, ...]] = tuple
     matrix_scales: tuple[str, ...] = ()
     sends_sums: bool = False
 

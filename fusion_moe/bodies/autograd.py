@@ -52,7 +52,7 @@ from ..errors import Error, UnsupportedError
 from ..ir.core import Fusion
 from ..ir.derivative import Derivative, differentiate
 from ..ir.text import one_line, parse
-from ..runtime import cuda, native
+from ..runtime import native
 from ..runtime.remembered import Remembered
 from .eager import BODIES
 
@@ -142,11 +142,7 @@ def _by_columns(with_: options.Options, device: torch.device) -> bool:
     """Whether products over rows read codes by columns there."""
     to = find(with_.target, device)
     with options.using(with_):
-        return (
-            device.type == "cuda"
-            and bool(to.turned_columns)
-            and not cuda.facts().why_not(to.requires["turned_columns"])
-        )
+        return device.type == "cuda" and bool(to.turned_columns())
 
 
 def run(

@@ -298,7 +298,7 @@ class Ops:
     def turn(self, codes: Value, scales: Value, /) -> tuple[Value, Value]:
         """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of
         each row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and
-        [G, K, N/128]
+        [G, K, N/128]; N and K multiples of 32, last blocks may be short
         """
     def turn_runs(self, codes: Value, ends: Value, /) -> Value:
         """codes f8e4m3[M/g, K] in blocks of 128 rows of each group, K a multiple of 32 ->

@@ -16,7 +16,6 @@ from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds import eight_bits
 from ..ir.kinds.quantized import format_of
-from ..ir.kinds.rules import known
 from ..ir.kinds.runs import in_runs
 from ..ir.sizes import exact_div
 from ..ir.types import plain
@@ -49,23 +48,20 @@ def _reads_quantized(op: Op) -> bool:
 
 
 def _multiplied_as_codes(op: Op, target: Target) -> bool:
-    """Whether a target has kernels that multiply the codes of a trained product: all of their
-    blocks are whole.
-    """
+    """Whether a target has kernels that multiply the codes of a trained product."""
     a, w = (v.type for v in op.values[:2])
     return (
         op.kind.name in ("grouped_mm", "grouped_mm_t")
         and w.dtype in target.linear_weights.get(format_of(a), ())
-        and not any(known(size) % w.encoding.block for size in w.shape[1:])
+        and eight_bits.by_codes(*w.shape[1:])
     )
 
 
 def _by_columns(op: Op, target: Target) -> bool:
-    """The same of a product over rows: all blocks of its result are whole."""
-    return op.kind.name == "grouped_outer" and not any(
-        v.type.dtype not in target.turned_columns or known(v.type.shape[1]) % v.type.encoding.block
-        for v in op.values[:2]
-    )
+    """The same of a product over rows."""
+    encodings = target.turned_columns() if op.kind.name == "grouped_outer" else ()
+    operands = [v.type for v in op.values[:2]]
+    return all(t.dtype in encodings and eight_bits.by_codes(t.shape[1]) for t in operands)
 
 
 def _is_turned(fd: FusionDefinition, v: Value) -> bool:

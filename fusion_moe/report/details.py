@@ -11,6 +11,7 @@ from statistics import median_low
 
 from ..backends import TARGETS, backend_of
 from ..frontends.float_experts import advice
+from ..ir.kinds.eight_bits import FEATURES
 from ..messages.units import amount, count, duration, ratio
 from .data import Load, ReportData, TensorReport, total
 from .summary import after, what
@@ -142,7 +143,9 @@ def _load(load: Load) -> str:
 
 # of products whose operands are rounded to 8 bits
 _EMULATED = (
-    "products of operands in 8 bits, multiplied as the floats that these are: fidelity, not speed"
+    "products of operands in 8 bits, multiplied as the floats that these are: fidelity, not speed. "
+    "Codes are multiplied on compute capability 9.0, in FP8 with scales that are powers of two, if "
+    f"in- and out-features are multiples of {FEATURES}"
 )
 
 

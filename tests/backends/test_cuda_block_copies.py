@@ -18,46 +18,55 @@ from fusion_moe.encodings import FP8_COLUMNS, FP8_E8M0, FP8_ROWS, quantize
 from fusion_moe.ir.kinds.runs import quantize_runs, turn_runs
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
-K, N, SIZES = 384, 256, (130, 0, 33, 128, 3)
-ROW = f"""const auto row = [=](i64 m) {{
-    return [=](i64 j0, float (&eight)[8]) {{
-        for (int v = 0; v < 8; ++v) eight[v] = widen(x[m * {K} + j0 + v]);
-    }};
-}};"""
+SIZES = (130, 0, 33, 128, 3)
+MATRICES = [(384, 256), (352, 160), (32, 96)]  # K, N: whole blocks, or short last ones
 RUNS = f"GroupedRows<{len(SIZES)}, 128>{{ends, rows, nullptr}}"
+ROW = """const auto row = [=](i64 m) {
+    return [=](i64 j0, float (&eight)[8]) {
+        for (int v = 0; v < 8; ++v) eight[v] = widen(x[m * K + j0 + v]);
+    };
+};"""
 CALLS = f"""
-#include "block_copies.cuh"
 extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, float* row_scales,
                      u8* by_columns, float* column_scales) {{
     {ROW}
     on_threads([=] {{
-        make_block_copies<bf16, {K}>({RUNS}, row,
+        make_block_copies<bf16, K>({RUNS}, row,
             BlockCopy<PowerOfTwoScale>{{by_rows, row_scales, nullptr}},
             TurnedCopy<PowerOfTwoScale>{{by_columns, column_scales}}, NoCopy{{}});
     }});
 }}
 extern "C" void turned(const u8* codes, const i32* ends, i64 rows, u8* by_columns) {{
-    on_threads([=] {{ turn_runs<{K}>({RUNS}, codes, by_columns); }});
+    on_threads([=] {{ turn_runs<K>({RUNS}, codes, by_columns); }});
 }}
 extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* turned_scales) {{
     {ROW}
     on_threads([=] {{
-        make_block_copies<bf16, {K}>(MatrixTiles<{N}>{{2}}, row, NoCopy{{}}, NoCopy{{}},
-            BothWays<E8m0Scale, {N}>{{{{codes, scales, nullptr}}, turned, turned_scales}});
+        make_block_copies<bf16, K>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
+            BothWays<E8m0Scale, N>{{{{codes, scales, nullptr}}, turned, turned_scales}});
     }});
+}}
+extern "C" void other_way(const u8* codes, const u8* scales, u8* turned, u8* turned_scales) {{
+    on_threads([=] {{ turn_blocks<N, K>(2, codes, scales, turned, turned_scales); }});
 }}
 """
 
 
+@pytest.fixture(scope="module", params=MATRICES, ids=str)
+def sizes(request) -> tuple[int, int]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> ctypes.CDLL:
+def kernels(sizes, tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
     copy(folder, KERNELS / "mxfp8.cuh", KERNELS / "block_copies.cuh")
-    return library(folder, CALLS)
+    constants = "constexpr i32 K = {}, N = {};".format(*sizes)
+    return library(folder, f'#include "block_copies.cuh"\n{constants}\n{CALLS}')
 
 
-def numbers(rows: int) -> Tensor:
-    x = numbers_of_all_sizes(rows, K).bfloat16()
+def numbers(rows: int, k: int) -> Tensor:
+    x = numbers_of_all_sizes(rows, k).bfloat16()
     return torch.where(x.isinf(), 1, x)
 
 
@@ -68,9 +77,9 @@ def made(kernel: Callable[..., object], given: Sequence[Tensor | int], like: Seq
     return found
 
 
-def test_rows_of_groups(kernels):
+def test_rows_of_groups(kernels, sizes):
     """From one read; and from codes of an earlier one."""
-    x, ends = numbers(sum(SIZES) + 6), torch.tensor(SIZES).cumsum(0).int()
+    x, ends = numbers(sum(SIZES) + 6, sizes[0]), torch.tensor(SIZES).cumsum(0).int()
     codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
     turned = turn_runs(codes, ends, FP8_COLUMNS)
     want = [*quantize(x, FP8_ROWS), turned, scales]
@@ -78,7 +87,10 @@ def test_rows_of_groups(kernels):
     assert_same_bits(made(kernels.turned, (codes, ends, len(x)), [turned]), [turned])
 
 
-def test_matrices_both_ways(kernels):
-    x = numbers(2 * N).view(2, N, K)
-    want = [*quantize(x, FP8_E8M0), *quantize(x.mT.contiguous(), FP8_E8M0)]
-    assert_same_bits(made(kernels.both_ways, (x,), want), want)
+def test_matrices_both_ways(kernels, sizes):
+    """From one read; and from a copy that was made before."""
+    k, n = sizes
+    x = numbers(2 * n, k).view(2, n, k)
+    copied, other = ([*quantize(t, FP8_E8M0)] for t in (x, x.mT.contiguous()))
+    assert_same_bits(made(kernels.both_ways, (x,), [*copied, *other]), [*copied, *other])
+    assert_same_bits(made(kernels.other_way, copied, other), other)

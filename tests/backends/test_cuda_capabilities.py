@@ -23,7 +23,7 @@ from test_cuda_source import (
     small_operations,
     tokens_of,
 )
-from test_cuda_training_source import adapted, derivative, packed, sources
+from test_cuda_training_source import adapted, by_recipe, derivative, packed, sources
 
 from fusion_moe import options
 from fusion_moe.arch import A10, A100, B200, L40S, RTX_PRO_6000, Arch
@@ -134,6 +134,7 @@ TRAINED = {
     "few bits": lambda: packed("nvfp4", "w16x64", 2048, 768),
     "few bits, linear": lambda: packed("int4", "linear"),
     "adapters": lambda: adapted("nvfp4", "w16x64", 2048, 768),
+    "codes": lambda: by_recipe("fp8_block", 192, 320),
 }
 
 

@@ -71,6 +71,14 @@ def derivative(
     return differentiate(fusion, [i for i in range(len(fusion.inputs)) if i != 1])
 
 
+def by_recipe(form: str, inner: int, hidden: int = 256, by_columns: bool = False) -> Derivative:
+    """The same by a recipe. by_columns: whether wgrad reads codes so."""
+    args = *tokens_of(64, 2, hidden), [meta(8, 2 * inner, hidden)], [meta(8, hidden, inner)]
+    how = {"weight_format": "bf16", "activation_format": form}
+    call = fusion_of_call("fused_experts", *args, **how)
+    return differentiate(call, [0, 2, 3, 4], by_columns=by_columns)
+
+
 def sources(fusion: Fusion) -> list[Source]:
     """Of all segments; none is left to the reference."""
     program = compile_fusion(fusion, TARGETS["cuda"], options.current())
@@ -80,22 +88,21 @@ def sources(fusion: Fusion) -> list[Source]:
 
 @needs_nvdisasm
 @pytest.mark.parametrize(
-    ("form", "inner", "copies"),
+    ("form", "inner", "hidden", "copies"),
     [
-        ("mxfp8", 192, [5, 6]),
-        ("fp8_block", 160, [5, 6]),
-        ("fp8_block", 256, [4, 2]),  # whole blocks: multiplied as codes
-        ("fp8_block_wgrad_bf16", 256, [4, 2]),
+        ("mxfp8", 192, 256, [5, 6]),
+        ("fp8_block", 208, 288, [5, 6]),
+        ("fp8_block", 256, 256, [4, 2]),  # multiples of 64: multiplied as codes
+        ("fp8_block", 192, 320, [4, 2]),
+        ("fp8_block", 64, 64, [4, 2]),
+        ("fp8_block_wgrad_bf16", 256, 256, [4, 2]),
     ],
 )
-def test_a_recipe_is_one_call_of_our_kernels(form, inner, copies):
+def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
     """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
     once, as the product reads them; codes along rows are saved as wgrad reads them.
     """
-    args = *tokens_of(64, 2, 256), [meta(8, 2 * inner, 256)], [meta(8, 256, inner)]
-    how = {"weight_format": "bf16", "activation_format": form}
-    call = fusion_of_call("fused_experts", *args, **how)
-    made, found = differentiate(call, [0, 2, 3, 4], by_columns=True), []
+    made, found = by_recipe(form, inner, hidden, by_columns=True), []
     for fusion in (made.forward, made.backward):
         program = compile_fusion(fusion, TARGETS["cuda"], options.current())
         assert program.joined
@@ -107,9 +114,9 @@ def test_a_recipe_is_one_call_of_our_kernels(form, inner, copies):
                 assert not spills(sass(cubin))
     products = [[name for name in names if name != "Loops"] for names in found]
     forward, dgrad = [["Gemm", "PlainProduct"], ["Gemm", "Gemm"]]
-    if form.startswith("fp8") and inner % 128 == 0:
+    if form.startswith("fp8") and inner % 64 == 0:
         forward = dgrad = ["Fp8Product"] * 2
-    wgrad = "Fp8Wgrad" if form == "fp8_block" and inner % 128 == 0 else "Wgrad"
+    wgrad = "Fp8Wgrad" if form == "fp8_block" and inner % 64 == 0 else "Wgrad"
     assert products == [forward, [*dgrad, wgrad, wgrad]]
     assert [names.count("Loops") for names in found] == copies
 

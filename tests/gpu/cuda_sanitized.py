@@ -276,7 +276,7 @@ def wide_products() -> None:
 
 def fp8() -> None:
     """Quantized rows and products of codes: groups of few rows, of many, of none; wrong ends; a
-    last block of K that is short. Training with both copies of everything.
+    last block of K that is short. Training with both copies of everything, in whole blocks or not.
     """
     g = generator()
     for k, n in ((128, 64), (400, 320)):
@@ -304,10 +304,11 @@ def fp8() -> None:
             (x, ids, w, *map(list, layer)),
             {"weight_format": "fp8", "activation_format": "fp8"},
         ).run()
-    weights = [torch.randn(G, *s, generator=g).bfloat16() for s in ((512, 128), (128, 256))]
-    x, w = torch.randn(300, 128, generator=g).bfloat16(), torch.rand(300, SLOTS, generator=g)
-    ids = torch.randint(1, G - 1, (300, SLOTS), generator=g)
-    Training((x, ids, w, *weights), {"activation_format": "fp8_block"}, faulty=False).run()
+    for h, i in ((128, 256), (320, 192)):
+        weights = [torch.randn(G, *s, generator=g).bfloat16() for s in ((2 * i, h), (h, i))]
+        x, w = torch.randn(300, h, generator=g).bfloat16(), torch.rand(300, SLOTS, generator=g)
+        ids = torch.randint(1, G - 1, (300, SLOTS), generator=g)
+        Training((x, ids, w, *weights), {"activation_format": "fp8_block"}, faulty=False).run()
 
 
 def adapters() -> None:

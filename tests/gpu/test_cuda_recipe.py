@@ -124,10 +124,11 @@ def test_kernels_of_fp8_copies_along_rows_of_groups(of, sizes):
 
 @pytest.mark.parametrize("sizes", IN_GROUPS, ids=str)
 @pytest.mark.parametrize("made_here", [True, False])
-def test_codes_by_columns(sizes, made_here):
+@pytest.mark.parametrize("columns", [256, 352])
+def test_codes_by_columns(sizes, made_here, columns):
     """Made from numbers, or from codes in memory; blocks without rows keep what memory had."""
     ends = torch.tensor(sizes).cumsum(0).int()
-    x = numbers_of_all_sizes(sum(sizes) + 4, 256).bfloat16()
+    x = numbers_of_all_sizes(sum(sizes) + 4, columns).bfloat16()
     x = torch.where(x.isinf(), 1, x)
     codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
     fd = FusionDefinition()
@@ -152,19 +153,24 @@ def test_codes_by_columns(sizes, made_here):
         first = end
 
 
+MATRICES = [(256, 384), (160, 352), (288, 32)]  # whole blocks, and short last ones
+
+
 @pytest.mark.parametrize("of", [FP8_E8M0, FP8_BLOCKS_F32])
-def test_blocks_both_ways(of):
-    x = torch.where((x := numbers_of_all_sizes(3 * 256, 384)).isinf(), 1, x).bfloat16()
+@pytest.mark.parametrize(("n", "k"), MATRICES)
+def test_blocks_both_ways(of, n, k):
+    x = torch.where((x := numbers_of_all_sizes(3 * n, k)).isinf(), 1, x).bfloat16().view(3, n, k)
     fd = FusionDefinition()
-    parts = fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(x.view(3, 256, 384)), encoding=of.name))
+    parts = fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(x), encoding=of.name))
     for part in (*parts, *fd.ops.turn(*parts)):
         fd.add_output(part)
-    assert_bits_of_the_reference(fd.fusion(), x.view(3, 256, 384))
+    assert_bits_of_the_reference(fd.fusion(), x)
 
 
 @pytest.mark.parametrize("of", [FP8_E8M0, FP8_BLOCKS_F32])
-def test_turned_blocks(of):
-    codes, scales = quantize(numbers_of_all_sizes(3 * 256, 384).clamp(-9, 9).view(3, 256, 384), of)
+@pytest.mark.parametrize(("n", "k"), MATRICES)
+def test_turned_blocks(of, n, k):
+    codes, scales = quantize(numbers_of_all_sizes(3 * n, k).clamp(-9, 9).view(3, n, k), of)
     fd = FusionDefinition()
     for part in fd.ops.turn(fd.from_pytorch(codes), fd.from_pytorch(scales)):
         fd.add_output(part)
@@ -263,14 +269,17 @@ def test_wrong_ends_are_said():
         (Float8BlockScaling(), 256, 128),
         (Float8BlockScaling(), 264, 136),
         (Float8BlockScaling(), 384, 256),
+        (Float8BlockScaling(), 320, 192),  # last blocks that are short, of products of codes
+        (Float8BlockScaling(), 64, 448),
+        (Float8BlockScaling(), 448, 64),
         (Float8BlockScaling(wgrad="bf16"), 256, 128),
         (Float8BlockScaling(power_2_scale=False), 256, 128),
     ],
     ids=str,
 )
 def test_a_layer(recipe, k, n):
-    """384 features: half of a tile, of blocks of many rows."""
-    g, sizes = torch.Generator().manual_seed(0), (300, 0, 129, 5) if k == 384 else SIZES
+    """Half of a tile and less, of blocks of many rows and of few."""
+    g, sizes = torch.Generator().manual_seed(0), (300, 0, 129, 5) if k >= 320 else SIZES
     x, dy = ((torch.randn(sum(sizes) + 3, m, generator=g)).bfloat16() for m in (k, n))
     module = GroupedLinear(4, k, n, bias=False, device="cuda", dtype=torch.bfloat16)
     weights = torch.stack(list(module.parameters())).detach().cpu()
@@ -292,13 +301,54 @@ def test_a_layer(recipe, k, n):
         torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=atol)
 
 
-def test_a_graph_of_microbatches():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_whose_last_blocks_are_short(transposed):
+    """Without gradients, where SwiGLU joins the product, and with them."""
+    g = torch.Generator().manual_seed(0)
+    x, gate_up, down, dy = (
+        torch.randn(*shape, generator=g).mul(scale).bfloat16()
+        for shape, scale in (
+            ((300, 320), 1),
+            ((4, 384, 320), 1 / 16),
+            ((4, 320, 192), 1 / 16),
+            ((300, 320), 1),
+        )
+    )
+    w, ids = torch.randn(300, 4, generator=g).softmax(-1).topk(2)
+    weights = [t.mT.contiguous() if transposed else t for t in (gate_up, down)]
+
+    def step(device: str) -> list[torch.Tensor]:
+        leaves = [t.to(device).requires_grad_() for t in (x, *weights)]
+
+        def layer() -> torch.Tensor:
+            return torch.ops.fusion_moe.fused_experts(
+                leaves[0],
+                ids.to(device),
+                w.to(device),
+                *([t] for t in leaves[1:]),
+                weight_format="bf16",
+                activation_format="fp8_block",
+                transposed=transposed,
+            )
+
+        with torch.no_grad():
+            y = layer()
+        return [t.cpu().double() for t in (y, *torch.autograd.grad(layer(), leaves, dy.to(device)))]
+
+    with fusion_moe.options.override(target="reference"):
+        want = step("cpu")
+    for a, b in zip(step("cuda"), want, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.parametrize(("k", "n"), [(256, 128), (320, 192)])
+def test_a_graph_of_microbatches(k, n):
     """One graph quantizes the weights, the other reads them; replayed with other weights and group
     sizes they give the bits of eager calls.
     """
     g = torch.Generator().manual_seed(0)
-    module = GroupedLinear(4, 256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
-    x, dy = (torch.randn(128, m, generator=g).bfloat16().cuda() for m in (256, 128))
+    module = GroupedLinear(4, k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(128, m, generator=g).bfloat16().cuda() for m in (k, n))
     x.requires_grad_()
     splits = torch.tensor([32, 32, 32, 32], device="cuda")
 

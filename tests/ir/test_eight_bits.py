@@ -35,6 +35,7 @@ from fusion_moe.passes import PASSES, lower_operands
 
 K, N = 64, 96
 WIDE = 200, 144  # in FP8, with last blocks that are short
+TURNED = 320, 192  # the same, of weights whose copy is transposed
 # activation_format -> y, dx, dW of x, weight, dy, sizes
 PRODUCTS = {
     "mxfp8": mxfp8.products,
@@ -49,6 +50,8 @@ LAYER = Partition((5, 0, 33, 64, 1), 3)
 
 def sizes_of(form: str) -> tuple[int, int]:
     """K and N"""
+    if form == "fp8_block_f32":
+        return TURNED
     return WIDE if form.startswith("fp8") else (K, N)
 
 
@@ -206,16 +209,17 @@ def test_the_passes_keep_every_bit(form):
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_products_that_a_target_multiplies_as_codes(by_columns):
+@pytest.mark.parametrize(("k", "n"), [(256, 128), (320, 192), (64, 448)])
+def test_products_that_a_target_multiplies_as_codes(k, n, by_columns):
     """Forward, dgrad on turned weights, and wgrad on turned rows, some of them saved so, mean what
-    they did.
+    they did, also where last blocks are short.
     """
-    fd, *of_product = given_product(256, 128, groups=5)
+    fd, *of_product = given_product(k, n, groups=5)
     fd.add_output(eight_bits.product(fd, *of_product, "fp8_block"))
     derivative = differentiate(fd.fusion(), (0, 1), by_columns=by_columns)
     g = torch.Generator().manual_seed(0)
-    rows, dy = (torch.randn(LAYER.rows, n, generator=g) for n in (256, 128))
-    given_ = rows.bfloat16(), torch.randn(5, 128, 256, generator=g).bfloat16(), LAYER.ends
+    rows, dy = (torch.randn(LAYER.rows, width, generator=g) for width in (k, n))
+    given_ = rows.bfloat16(), torch.randn(5, n, k, generator=g).bfloat16(), LAYER.ends
     read = [*derivative.read(given_, derivative.forward.evaluate(*given_)), dy]
     for fusion, inputs, backward in (
         (derivative.forward, given_, False),

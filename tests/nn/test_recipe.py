@@ -283,8 +283,8 @@ def test_main_grad_and_delayed(recipe, delayed):
             FP8,
             "f32[5, {}]",
             [
-                f"f8e4m3[{G}, {2 * N}, {K}]",
-                f"f8e8m0[{G}, {2 * N}, 1]",
+                f"f8e4m3[{G}, {K}, {2 * N}]",  # transposed
+                f"f8e8m0[{G}, {K}, 2]",
                 f"f8e4m3[{G}, {K}, {N}]",
                 f"f8e8m0[{G}, {K}, 1]",
             ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...encodings import NVFP4, Encoding
+from ...encodings import FP8_E8M0, NVFP4, Encoding
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
@@ -410,15 +410,15 @@ class _Writer(SegmentWriter):
         (codes, scales), made = op.values, op.outputs
         groups, *sizes = codes.type.shape
         n, k = map(known, sizes)
-        across = known(scales.type.shape[-1])
-        block = k // across
+        across, down = (known(s.type.shape[-1]) for s in (scales, made[1]))
+        block = FP8_E8M0.block
         body = [
             f"const i64 row = m / {k} * {n}, k = m % {k};",
             "for (i64 j = j0; j < j1; ++j) {",
             f"    {self.names[made[0]]}[m * {n} + j] = {self.array(codes)}[(row + j) * {k} + k];",
             "}",
             f"for (i64 j = (j0 + {block - 1}) / {block}; j * {block} < j1; ++j) {{",
-            f"    {self.names[made[1]]}[m * {n // block} + j] = "
+            f"    {self.names[made[1]]}[m * {down} + j] = "
             f"{self.array(scales)}[(row + j * {block}) * {across} + k / {block}];",
             "}",
         ]

@@ -154,6 +154,11 @@ def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
     return table_of(cuda.facts()).change("folded", of)
 
 
+def _turned_columns() -> tuple[str, ...]:
+    """Those of wgrads whose kernels run on the GPU."""
+    return () if cuda.facts().why_not(fp8.Fp8Wgrad.needs) else fp8.COLUMNS
+
+
 BACKEND = Backend(
     NAME,
     (
@@ -165,12 +170,12 @@ BACKEND = Backend(
             ran_on=((9, 0),),
             weight_layout="w16x64",
             added_features={"fprop": 64, "dgrad": 64},
-            requires={"fp8": fp8.NEEDS, "turned_columns": fp8.Fp8Wgrad.needs},
+            requires={"fp8": fp8.NEEDS},
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
             matrix_scales=(NVFP4.name,),
             folded_from=_folded_from,
-            turned_columns=fp8.COLUMNS,
+            turned_columns=_turned_columns,
             sends_sums=True,
         ),
     ),

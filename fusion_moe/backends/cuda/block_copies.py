@@ -93,7 +93,7 @@ def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     groups, n, k = codes.type.shape
     given = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in made)]
     turn = f"turn_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});"
-    return _of_tiles(source, name, [turn], plain(groups) * (known(n) // BLOCK), known(k))
+    return _of_tiles(source, name, [turn], plain(groups) * -(-known(n) // BLOCK), known(k))
 
 
 def turning_runs(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:

@@ -221,14 +221,14 @@ class Fp8Wgrad(Wgrad):
     needs = (*gemm.NEEDS, "clusters")
 
     def _find_operands(self) -> None:
-        """UnsupportedError unless `turn_runs` made their codes, for whole blocks of the result."""
+        """UnsupportedError unless `turn_runs` made their codes."""
         plan, made = self.plan, self.fusion.producers
         self.dtype = "bf16"
         self._turned, self._scales = list[Value](), list[Value]()
         for v in (plan.product.a, plan.product.b):
             parts = [] if v not in made else list(made[v].values)
             back = made.get(parts[0]) if len(parts) == 2 else None
-            if back is None or back.kind.name != "turn_back" or plan.n % _HALF or plan.k % _HALF:
+            if back is None or back.kind.name != "turn_back":
                 raise UnsupportedError(f"{v.name} {v.type} over rows has no kernel here")
             self._turned.append(back.values[0])
             self._scales.append(parts[1])

@@ -35,7 +35,7 @@ from ...encodings import (
 from ...errors import DtypeError, OptionError
 from ...recipe import FORMATS
 from ..core import Op, Value
-from ..types import TensorType
+from ..types import Dim, TensorType
 from .rules import known, need_dtype
 
 
@@ -65,6 +65,7 @@ FAMILIES = {
 }
 # activation_format -> the family, and what weight gradients are made from
 BY_FORMAT = {form: (FAMILIES[name], wgrad) for form, (name, wgrad) in FORMATS.items()}
+FEATURES = 64  # what features are a multiple of in products of codes
 _FROZEN_TOO = (FP8_ROWS.name,)  # which rows of products with frozen weights are too
 # of the rows of a product, and of both operands of a wgrad
 _BY_OPERAND = {e.name: f for f in FAMILIES.values() for e in (f.rows, f.columns)}
@@ -87,6 +88,13 @@ def of_recipe(a: TensorType, wgrad: str) -> bool:
 def is_trained(op: Op) -> bool:
     """Whether an operation is a product by a recipe."""
     return op.kind.role == "grouped" and of_recipe(op.values[0].type, op.attrs.get("wgrad", ""))
+
+
+def by_codes(*features: Dim) -> bool:
+    """Whether there are kernels that multiply codes of so many features. Half of them, gate or up,
+    are then runs of 32, which lie in one block.
+    """
+    return not any(known(size) % FEATURES for size in features)
 
 
 def need_along(name: str, type: TensorType, like: TensorType, axis: int) -> None:
@@ -165,9 +173,9 @@ def copy_of_weight(fd: Any, weight: Value, activation_format: str) -> Sequence[V
 
 
 def _turns(family: Family, weight: TensorType) -> bool:
-    """Whether the transpose of a weight's copy is a copy of its transpose: all blocks are whole."""
-    (along, before), sizes = family.weight, weight.shape[1:]
-    return along == before and not any(known(size) % along.block for size in sizes)
+    """Whether the backward reads a weight's copy transposed, which is a copy of its transpose."""
+    along, before = family.weight
+    return along == before and by_codes(*weight.shape[1:])
 
 
 def _turned(fd: Any, w: Value) -> Value:
@@ -193,7 +201,7 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
     if op.attrs["wgrad"] == family.wgrad:
         x, dy = (fd.ops.quantize(t, ends, encoding=family.columns.name) for t in (x, dy))
-        x = by_columns(fd, x, ends) if fd.by_columns and _whole(x, dy) else in_parts(fd, x)
+        x = by_columns(fd, x, ends) if fd.by_columns and _are_turned(x, dy) else in_parts(fd, x)
     dw = fd.ops.grouped_outer(*((x, dy) if transposed else (dy, x)), ends)
     return [
         fd.ops.cast(dx, dtype=_floats(fd, a).type.dtype),
@@ -202,12 +210,9 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     ]
 
 
-def _whole(*copies: Value) -> bool:
-    """Whether copies along rows have whole blocks of columns, in which `turn_runs` stores them."""
-    return not any(
-        v.type.encoding is not FP8_COLUMNS or known(v.type.shape[1]) % FP8_COLUMNS.block
-        for v in copies
-    )
+def _are_turned(*copies: Value) -> bool:
+    """Whether the codes of copies along rows are stored by `turn_runs`."""
+    return all(v.type.encoding is FP8_COLUMNS and by_codes(v.type.shape[1]) for v in copies)
 
 
 def by_columns(fd: Any, copied: Value, ends: Value) -> Value:

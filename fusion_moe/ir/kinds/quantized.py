@@ -340,24 +340,25 @@ def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 def _turn_type(codes: TensorType, scales: TensorType) -> Types:
     """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of each
-    row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128]
+    row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128];
+    N and K multiples of 32, last blocks may be short
     """
     need_rank("the codes", codes, 3)
     need_dtype("the codes", codes, "f8e4m3")
     need_dtype("the scales", scales, "f8e8m0", "f32")
     (groups, *sizes), block = codes.shape, FP8_E8M0.block
     n, k = map(known, sizes)
-    if n % block or k % block or scales.shape != (groups, n, k // block):
+    if n % IN_TILES or k % IN_TILES or scales.shape != (groups, n, -(-k // block)):
         raise ShapeError(
-            f"codes {codes}, scales {scales}", expected=f"whole blocks of {block} x {block}"
+            f"codes {codes}, scales {scales}",
+            expected=f"blocks of {block} x {block}, of multiples of {IN_TILES} rows and columns",
         )
-    return codes.with_(shape=(groups, k, n)), scales.with_(shape=(groups, k, n // block))
+    return codes.with_(shape=(groups, k, n)), scales.with_(shape=(groups, k, -(-n // block)))
 
 
 def _turn(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    block = FP8_E8M0.block
-    of_blocks = as_bytes(scales)[:, ::block].mT.repeat_interleave(block, 1)
-    turned = as_bytes(codes).mT.contiguous()
+    block, turned = FP8_E8M0.block, as_bytes(codes).mT.contiguous()
+    of_blocks = as_bytes(scales)[:, ::block].mT.repeat_interleave(block, 1)[:, : turned.shape[1]]
     return turned.view(codes.dtype), of_blocks.contiguous().view(scales.dtype)
 
 

@@ -257,8 +257,8 @@ struct TurnedTile {
             low, high};
     }
     // Stores pieces: eight lanes those of a column, in four turns. to: of the first turn's column,
-    // that of the next turn is `pitch` bytes further on; columns: how many there are.
-    __device__ __forceinline__ void store(u8* to, i32 pitch, i32 columns) const {
+    // that of the next turn is `pitch` bytes further on; columns, rows: how many there are.
+    __device__ __forceinline__ void store(u8* to, i32 pitch, i32 columns, i32 rows = 128) const {
         const i32 column = threadIdx.x / 8, piece = threadIdx.x % 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -268,7 +268,8 @@ struct TurnedTile {
             u32 made[4];
 #pragma unroll
             for (int w = 0; w < 4; ++w) made[w] = x.at[i < 2 ? w : w ^ 2];
-            store_if<4>(to + piece * 16 + i * pitch, made, column + 32 * i < columns);
+            store_if<4>(to + piece * 16 + i * pitch, made,
+                        column + 32 * i < columns && piece * 16 < rows);
         }
     }
 };
@@ -304,14 +305,22 @@ __device__ __forceinline__ void turn_bytes(const u32 (&x)[4], u32 (&made)[4]) {
     made[3] = __byte_perm(high[0], high[1], 0x7632);
 }
 
-// The same of the codes of a tile of matrices [N, K], both whole blocks, which are those of the
+// Of a dimension that N is the size of: how many columns or rows a tile has from `first` on.
+template <i32 N>
+__device__ __forceinline__ i32 left_in_tile(i32 first) {
+    return N % 128 == 0 ? 128 : min(N - first, 128);
+}
+
+// The same of the codes of a tile of matrices [N, K], both multiples of 16, which are those of the
 // rows.
-template <class Scale, i32 N>
-__device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& copy, i64 tile, i32 k,
+template <i32 K, class Scale, i32 N>
+__device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& copy, i64 tile,
                                                     i32 across, const Scale& by,
                                                     const u32 (&codes)[8][2], TurnedTile& shared) {
-    constexpr i32 DOWN = N / 128;
-    const i64 row = tile / DOWN * k + 128 * across;
+    constexpr i32 DOWN = (N + 127) / 128;
+    const i64 row = tile / DOWN * K + 128 * across;
+    const i32 columns = left_in_tile<K>(128 * across),
+              rows = left_in_tile<N>(i32(tile % DOWN) * 128);
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
         u32 made[2][4];
@@ -325,8 +334,10 @@ __device__ __forceinline__ void store_turned_square(const BothWays<Scale, N>& co
         for (int v = 0; v < 4; ++v) shared.put(4 * w + v, made[0][v], made[1][v]);
     }
     __syncthreads();
-    shared.store(copy.turned + (row + threadIdx.x / 8) * N + tile % DOWN * 128, 32 * N, 128);
-    if (threadIdx.x < 128) copy.turned_scales[(row + threadIdx.x) * DOWN + tile % DOWN] = by.stored;
+    shared.store(copy.turned + (row + threadIdx.x / 8) * N + tile % DOWN * 128, 32 * N, columns,
+                 rows);
+    if (threadIdx.x < columns)
+        copy.turned_scales[(row + threadIdx.x) * DOWN + tile % DOWN] = by.stored;
 }
 
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads. row(m)(j0, x): columns j0 .. j0
@@ -467,7 +478,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                 }
                 if constexpr (TURNED<InSquares>) {
                     __shared__ __align__(16) TurnedTile turned;
-                    store_turned_square(in_squares, number, K, across, by, made, turned);
+                    store_turned_square<K>(in_squares, number, across, by, made, turned);
                 }
                 __syncthreads();  // the next tile writes what this one read
             }
@@ -535,15 +546,17 @@ struct TileToTurn {
 
     __device__ __forceinline__ u32* word(i32 n, i32 w) { return words + n * 32 + n / 16 * 4 + w; }
 
-    // from(row): the tile's part of a row, null for zeros; to(column): where its bytes go.
+    // from(row): the tile's part of a row, null for zeros; to(column): where its bytes go;
+    // columns, rows: how many of both there are, multiples of 16.
     template <class From, class To>
-    __device__ __forceinline__ void turn(From from, To to) {
+    __device__ __forceinline__ void turn(From from, To to, i32 columns, i32 rows = 128) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
             const i32 n = threadIdx.x / 8 + 32 * v, w = threadIdx.x % 8 * 4;
             const u8* row = from(n);
             Vector<u32, 4> x = {};
-            if (row) x = load_vector<4>(reinterpret_cast<const u32*>(row + 4 * w));
+            if (row && 4 * w < columns && n < rows)
+                x = load_vector<4>(reinterpret_cast<const u32*>(row + 4 * w));
             *reinterpret_cast<Vector<u32, 4>*>(word(n, w)) = x;
         }
         __syncthreads();
@@ -560,31 +573,34 @@ struct TileToTurn {
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            store_vector<4>(reinterpret_cast<u32*>(to(4 * k + c) + n), made[c]);
+            if (4 * k < columns && n < rows)
+                store_vector<4>(reinterpret_cast<u32*>(to(4 * k + c) + n), made[c]);
         __syncthreads();  // the next tile writes what this one read
     }
 };
 
-// Codes [G, N, K] and scales [G, N, K / 128] of blocks of 128 x 128 -> those of the transposed
-// matrices.
+// Codes [G, N, K], both multiples of 16, and scales [G, N, K / 128] of blocks of 128 x 128 -> those
+// of the transposed matrices.
 template <i32 N, i32 K, class Scale>
 __device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const Scale* scales,
                                             u8* turned, Scale* turned_scales) {
-    constexpr i32 DOWN = N / 128, ACROSS = K / 128;
+    constexpr i32 DOWN = (N + 127) / 128, ACROSS = (K + 127) / 128;
     __shared__ __align__(16) TileToTurn tile;
     for (i64 i = blockIdx.x; i < groups * DOWN * ACROSS; i += gridDim.x) {
         const i64 g = i / (DOWN * ACROSS);
         const i32 n0 = i32(i / ACROSS % DOWN) * 128, k0 = i32(i % ACROSS) * 128;
-        if (threadIdx.x < 128)
+        const i32 columns = left_in_tile<K>(k0);
+        if (threadIdx.x < columns)
             turned_scales[(g * K + k0 + threadIdx.x) * DOWN + n0 / 128] =
                 scales[(g * N + n0) * ACROSS + k0 / 128];
         const u8* from = codes + (g * N + n0) * K + k0;
         u8* to = turned + (g * K + k0) * N + n0;
-        tile.turn([=](i32 n) { return from + i64(n) * K; }, [=](i32 k) { return to + i64(k) * N; });
+        tile.turn([=](i32 n) { return from + i64(n) * K; }, [=](i32 k) { return to + i64(k) * N; },
+                  columns, left_in_tile<N>(n0));
     }
 }
 
-// Codes [rows, K] in blocks along rows of groups, K a multiple of 128 -> [blocks, K, 128].
+// Codes [rows, K] in blocks along rows of groups, K a multiple of 32 -> [blocks, K, 128].
 template <i32 K, i32 GROUPS>
 __device__ __forceinline__ void turn_runs(const GroupedRows<GROUPS, 128>& tiles, const u8* codes,
                                           u8* turned) {
@@ -595,7 +611,8 @@ __device__ __forceinline__ void turn_runs(const GroupedRows<GROUPS, 128>& tiles,
         u8* to = turned + (number * K + 128 * across) * 128;
         const i32 rows = tile.rows;
         shared.turn([=](i32 n) { return n < rows ? from + i64(n) * K : nullptr; },
-                    [=](i32 k) { return to + place_in_tile(k) * 128; });
+                    [=](i32 k) { return to + place_in_tile(k) * 128; },
+                    left_in_tile<K>(128 * across));
     });
 }
 

@@ -19,7 +19,7 @@ namespace {
 template <class Segment, int CLUSTER>
 struct Fp8Wgrad {
     static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, STAGES = 4;
-    static_assert(Segment::N % TILE_M == 0 && Segment::K % HALF == 0, "whole blocks");
+    static_assert(Segment::N % 32 == 0 && Segment::K % 32 == 0, "as place_in_tile has them");
     static_assert(CLUSTER <= 2, "each block of a cluster copies a half, or a block both");
 
     using Scheduler = WgradScheduler<Segment::GROUPS>;
@@ -82,13 +82,20 @@ struct Fp8Wgrad {
                           ((rotation * ROTATION + rest % height) * CLUSTER + i32(cluster_rank())) *
                           TILE_M;
             group = scheduler.group_of_place[place];
-            a = min(rows, Segment::N - TILE_M), b = rest / height * TILE_N;
+            a = min(rows, (Segment::N - 1) / TILE_M * TILE_M), b = rest / height * TILE_N;
             stores = Segment::N % (CLUSTER * TILE_M) == 0 || a == rows;
             first = scheduler.first[group] / K_BLOCK + group;
             count = (scheduler.size(group) + K_BLOCK - 1) / K_BLOCK;
         }
 
+        __device__ __forceinline__ i32 height() const {
+            return Segment::N % TILE_M == 0 ? TILE_M : min(Segment::N - a, TILE_M);
+        }
         __device__ __forceinline__ i32 columns() const { return min(Segment::K - b, TILE_N); }
+        // With zeros past the last one, to whole halves.
+        __device__ __forceinline__ i32 copied() const {
+            return Segment::K % HALF == 0 ? columns() : columns() > HALF ? TILE_N : HALF;
+        }
     };
 
     template <class Body>
@@ -104,24 +111,24 @@ struct Fp8Wgrad {
         PipelineState<STAGES> filling;
         filling.parity = 1;
         for_all_tiles(shared, [&](const Tile& tile) {
-            const u32 columns = tile.columns();
+            const u32 a_scales = u32(sizeof(float)) * tile.height(),
+                      b_scales = u32(sizeof(float)) * tile.columns(), columns = tile.copied();
 #pragma unroll 1
             for (i32 block = tile.first; block < tile.first + tile.count; ++block) {
                 mbarrier_wait(shared.empty[filling.stage], filling.parity);
                 Stage& stage = shared.stage[filling.stage];
                 Scales& scales = shared.scales[filling.stage];
                 u64& full = shared.full[filling.stage];
-                mbarrier_arrive_expect_bytes(full,
-                                             u32(sizeof(Stage::a) + sizeof(Scales::a)) +
-                                                 columns * (TILE_ROW_BYTES + u32(sizeof(float))));
+                mbarrier_arrive_expect_bytes(
+                    full, u32(sizeof(Stage::a)) + a_scales + columns * TILE_ROW_BYTES + b_scales);
                 copy_box(shared_address(stage.a), *a_map, 0, tile.a, block, full);
                 for (u32 half = cluster_rank() * HALF; half < columns; half += CLUSTER * HALF)
                     copy_box_to_cluster<CLUSTER>(shared_address(stage.b) + half * TILE_ROW_BYTES,
                                                  *b_map, 0, tile.b + half, block, full);
                 copy_bulk(shared_address(scales.a), s.a_scales() + i64(block) * Segment::N + tile.a,
-                          sizeof(Scales::a), full);
+                          a_scales, full);
                 copy_bulk(shared_address(scales.b), s.b_scales() + i64(block) * Segment::K + tile.b,
-                          u32(sizeof(float)) * columns, full);
+                          b_scales, full);
                 filling.advance();
             }
         });
@@ -195,6 +202,7 @@ struct Fp8Wgrad {
                                                  i32 column, const float (&sum)[HALF / 2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            if (Segment::N % TILE_M != 0 && row + NEXT_ROW * h >= tile.height()) continue;
             const i64 n = i64(tile.group) * Segment::N + tile.a + row + NEXT_ROW * h;
 #pragma unroll
             for (int i = 0; i < HALF / 32; ++i) {
