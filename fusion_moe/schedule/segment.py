@@ -99,21 +99,20 @@ class _Split:
         return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
 
     def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
-        """Takes an operation out of a refused piece: one that has no kernel even alone, else the
-        one that the backend named.
+        """Takes an operation out of a refused piece: the one that the backend named, or, if that is
+        none or has no kernel even alone, those that have none.
 
-        If the backend named none, it is the one in the middle, so that the rest of the piece
-        halves.
+        Without any it is the one in the middle, so that the rest of the piece halves.
         """
         ordered = sorted(ops, key=pieces.place.__getitem__)
-        alone = [
-            (op, why)
+        alone = {
+            op: why.why
             for op in ordered
             if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)
-        ]
-        for op, why in alone:
-            self.apart[frozenset([op])] = why.why
-        if not alone:
+        }
+        if alone and (refusal.op is None or refusal.op in alone):
+            self.apart.update((frozenset([op]), why) for op, why in alone.items())
+        else:
             # products before the operations around them, otherwise in order
             first, *others = sorted(ordered, key=lambda op: op.kind.role != "grouped")
             out = refusal.op if refusal.op in others else others[len(others) // 2]

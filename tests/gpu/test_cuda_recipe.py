@@ -26,7 +26,7 @@ from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs, turn_back
 from fusion_moe.ir.text import text
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import GroupedLinear, swiglu
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
 
 pytestmark = pytest.mark.gpu
@@ -301,9 +301,11 @@ def test_a_layer(recipe, k, n):
         torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=atol)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_experts_whose_last_blocks_are_short(transposed):
-    """Without gradients, where SwiGLU joins the product, and with them."""
+@pytest.mark.parametrize(
+    ("transposed", "activation"), [(False, None), (True, swiglu(interleave=1))], ids=["", "gpt-oss"]
+)
+def test_experts_whose_last_blocks_are_short(transposed, activation):
+    """Without gradients, where SwiGLU of halves joins the product, and with them."""
     g = torch.Generator().manual_seed(0)
     x, gate_up, down, dy = (
         torch.randn(*shape, generator=g).mul(scale).bfloat16()
@@ -329,6 +331,7 @@ def test_experts_whose_last_blocks_are_short(transposed):
                 weight_format="bf16",
                 activation_format="fp8_block",
                 transposed=transposed,
+                activation=activation,
             )
 
         with torch.no_grad():

@@ -209,7 +209,9 @@ def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], st
 def _cut(fusion: Fusion, x: Value) -> int:
     """The column from which on a value is made from the second of two others; 0: it is not."""
     cat = cat_before(fusion, x)
-    return known(cat.values[0].type.shape[-1]) if cat and len(cat.values) == 2 else 0
+    widths = [known(v.type.shape[-1]) for v in cat.values] if cat else []
+    # others are parts of blocks that alternate
+    return widths[0] if len(widths) == 2 and sum(widths) == known(x.type.shape[-1]) else 0
 
 
 def _stored(source: Source, copy: Copy | None) -> str:

@@ -6,6 +6,7 @@ around kernels/fp8_wgrad.cuh.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ...arch import Arch
@@ -19,6 +20,7 @@ from ...layouts.groups import bound
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Index, Variable, size
 from ..cxx.product_plan import ProductPlan
+from ..inexpressible import Inexpressible
 from . import block_copies, gemm
 from .gemm import TILE_COUNTER, Operand, Wgrad, by_wgmma, product_kernel, reset_tile_counter
 from .grouped_mm import UNQUANTIZED, Product
@@ -48,6 +50,12 @@ class Fp8Product(Product):
         super().__init__(plan)
         for v in plan.rows if plan.quantized else ():
             self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
+        self._box_rows = _box_rows(self.columns.read, plan.width)
+        in_codes = plan.encoding.name in LINEAR_WEIGHTS and plan.layout == "linear"
+        if in_codes and not self._box_rows:  # other kernels for this layout are for few rows
+            ops = self.fusion.ops
+            cut = next((op for op in ops if op.kind.name == "slice"), ops[-1])
+            raise Inexpressible(cut, f"columns of codes in no runs of {_RUN} have no kernel here")
         self._codes = list[str]()
         with suppress(UnsupportedError):
             self._operand = _operand(self)
@@ -168,10 +176,6 @@ class Fp8Product(Product):
     def _make_codes(self) -> list[str]:
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
         plan, read, operand = self.plan, self.columns.read, self._operand
-        runs = (
-            n for n in (_HALF // len(read), _RUN) if all(follow(c, plan.width, n) for c in read)
-        )
-        self._box_rows = next(runs, 0)
         fits = (
             plan.encoding.name in LINEAR_WEIGHTS
             and plan.layout == "linear"
@@ -179,7 +183,6 @@ class Fp8Product(Product):
             and plan.kind == "fprop"
             and plan.k % _ALIGNED == plan.width % VECTOR == 0
             and len(read) <= 2
-            and self._box_rows > 0
         )
         if not fits:
             raise UnsupportedError("a product of such codes has no kernel here")
@@ -269,6 +272,14 @@ class Fp8Wgrad(Wgrad):
             cluster=_CLUSTER,
         )
         return [*self.made_first(sizes, chosen.any_size), product]
+
+
+def _box_rows(read: Sequence[Index], width: int) -> int:
+    """How many rows of the matrix follow each other wherever columns of the result read it: of half
+    a tile, or that share a scale; 0: fewer.
+    """
+    runs = (n for n in (_HALF // len(read), _RUN) if all(follow(c, width, n) for c in read))
+    return next(runs, 0)
 
 
 def _parts(source: Product) -> tuple[Value, Value]:
