@@ -222,8 +222,8 @@ def _right(found: Mapping[str, Any]) -> bool:
 def resumed(
     told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[Any], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of told.out, and unless told.table those of cells that it lacks: each is measured
-    and appended.
+    """The rows of told.out, and unless told.table those of cells that it lacks and that there is
+    memory for: each is measured and appended.
 
     told.cells: patterns of keys; told.minutes: after which no cell is started.
     """
@@ -245,7 +245,11 @@ def resumed(
             if time.monotonic() - begun > 60 * told.minutes:
                 print(f"stopped before {cell.key}; the same command resumes there")
                 break
-            rows.append({**measure(cell), "provenance": made})
+            try:
+                rows.append({**measure(cell), "provenance": made})
+            except torch.OutOfMemoryError as error:  # each contender fits, not all at once
+                print(f"left out {cell.key}: {str(error).splitlines()[0]}", flush=True)
+                continue
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(rows[-1]) + "\n")
             print(rows[-1]["contenders"], flush=True)

@@ -31,6 +31,7 @@ from fusion_moe.distributed.symmetric import NO_MULTICAST
 
 _PYTEST = "-m pytest -q -p no:cacheprovider"
 _PARALLEL = f"{_PYTEST} -n 10 --dist worksteal"
+_SANITIZED = "tests/gpu/test_cuda_sanitized.py"
 _FEW_THREADS = ("OMP_NUM_THREADS", "4")
 
 
@@ -53,7 +54,13 @@ def _lane(capability: str, minutes: float, tests: str) -> Check:
 
 # Those that take longest come first.
 CHECKS = (
-    Check("tests", 40, f"{_PARALLEL} -m gpu tests/gpu tests/thunder_jit", (_FEW_THREADS,)),
+    Check(
+        "tests",
+        40,
+        f"{_PARALLEL} -m gpu tests/gpu tests/thunder_jit --ignore={_SANITIZED}",
+        (_FEW_THREADS,),
+    ),
+    Check("sanitized", 20, f"{_PARALLEL} -m gpu {_SANITIZED}", (_FEW_THREADS,)),
     _lane("8.0", 20, "tests/gpu/test_cuda_kernels.py tests/gpu/test_cuda_training.py"),
     Check("launches", 5, f"{_PYTEST} -m gpu tests/gpu/test_cuda_native.py tests/gpu/test_cuda.py"),
     Check("arch", 4, f"{_PYTEST} -m gpu tests/gpu/test_cuda_arch.py"),
@@ -82,7 +89,7 @@ CHECKS = (
     ),
     Check("bench", 5, "-m fusion_moe.cli bench --config qwen3-30b --layers 4"),
     Check("row-order", 3, "benchmarks/invariant.py --bits nvfp4 mxfp4"),
-    Check("ranks", 8, f'{_PYTEST} -m "gpu and multi" tests/distributed', all_gpus=True),
+    Check("ranks", 12, f'{_PYTEST} -m "gpu and multi" tests/distributed', all_gpus=True),
     Check(
         "ranks-times",
         8,
