@@ -177,6 +177,7 @@ def load(path: Path, name: str, shared: int) -> Function:
     return d.CUfunction(int(kernel))
 
 
+@cache
 def place(function: Function, index: int) -> None:
     """Puts a kernel onto a device. Its first launch would, and wait for all kernels that run there:
     forever, if one of them waits for this one.
