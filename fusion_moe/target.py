@@ -24,11 +24,11 @@ class Target:
     """A kind of machine.
 
     activation_formats: those that its grouped products accept; requires: the arch.FEATURES that one
-    of them needs. schedulers: those that are asked whether one kernel can
-    compute a piece, in order (`schedule.Scheduler`). operand_layouts: the layout in which products
-    read the block scales of a quantized activation. device: the kind of device that its kernels run
-    on, "" for every one; capability: the CUDA compute capability that they require; ran_on: the
-    compute capabilities of the GPUs on which they have run.
+    of them needs. schedulers: those that are asked whether one kernel can compute a piece, in order
+    (`schedule.Scheduler`). operand_layouts: the layout in which products read the block scales of a
+    quantized activation. device: the kind of device that its kernels run on, "" for every one;
+    capability: the CUDA compute capability that they require; ran_on: the compute capabilities of
+    the GPUs on which they have run.
     unshared_roles: roles of operations whose results are read only in the kernel that computes
     them. weight_layout: the one that its kernels read fastest; linear_weights: for activation
     formats, the encodings of weights that they read as they are. added_features: for each kind of

@@ -11,7 +11,7 @@ from statistics import median_low
 
 from ..backends import TARGETS, backend_of
 from ..frontends.float_experts import advice
-from ..ir.kinds.eight_bits import FEATURES
+from ..ir.kinds.eight_bits import CODED_MULTIPLE
 from ..messages.units import amount, count, duration, ratio
 from .data import Load, ReportData, TensorReport, total
 from .summary import after, what
@@ -145,7 +145,7 @@ def _load(load: Load) -> str:
 _EMULATED = (
     "products of operands in 8 bits, multiplied as the floats that these are: fidelity, not speed. "
     "Codes are multiplied on compute capability 9.0, in FP8 with scales that are powers of two, if "
-    f"in- and out-features are multiples of {FEATURES}"
+    f"in- and out-features are multiples of {CODED_MULTIPLE}"
 )
 
 

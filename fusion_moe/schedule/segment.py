@@ -99,19 +99,18 @@ class _Split:
         return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
 
     def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
-        """Takes an operation out of a refused piece: the one that the backend named, or, if that is
-        none or has no kernel even alone, those that have none.
-
-        Without any it is the one in the middle, so that the rest of the piece halves.
+        """Takes operations out of a refused piece: the one that the backend named, if it has a
+        kernel alone; else all that have none. If all have one and none was named, it is the one in
+        the middle, so that the rest of the piece halves.
         """
         ordered = sorted(ops, key=pieces.place.__getitem__)
-        alone = {
+        never = {
             op: why.why
             for op in ordered
             if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)
         }
-        if alone and (refusal.op is None or refusal.op in alone):
-            self.apart.update((frozenset([op]), why) for op, why in alone.items())
+        if never and (refusal.op is None or refusal.op in never):
+            self.apart.update((frozenset([op]), why) for op, why in never.items())
         else:
             # products before the operations around them, otherwise in order
             first, *others = sorted(ordered, key=lambda op: op.kind.role != "grouped")

@@ -65,7 +65,7 @@ FAMILIES = {
 }
 # activation_format -> the family, and what weight gradients are made from
 BY_FORMAT = {form: (FAMILIES[name], wgrad) for form, (name, wgrad) in FORMATS.items()}
-FEATURES = 64  # what features are a multiple of in products of codes
+CODED_MULTIPLE = 64  # of which in- and out-features are, in products of codes
 _FROZEN_TOO = (FP8_ROWS.name,)  # which rows of products with frozen weights are too
 # of the rows of a product, and of both operands of a wgrad
 _BY_OPERAND = {e.name: f for f in FAMILIES.values() for e in (f.rows, f.columns)}
@@ -94,7 +94,7 @@ def by_codes(*features: Dim) -> bool:
     """Whether there are kernels that multiply codes of so many features. Half of them, gate or up,
     are then runs of 32, which lie in one block.
     """
-    return not any(known(size) % FEATURES for size in features)
+    return not any(known(size) % CODED_MULTIPLE for size in features)
 
 
 def need_along(name: str, type: TensorType, like: TensorType, axis: int) -> None:
