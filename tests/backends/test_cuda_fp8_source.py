@@ -61,16 +61,28 @@ def names(model: str, tokens: int) -> list[list[str]]:
     return [[kernel.name for kernel in segment] for segment in kernels(model, tokens)]
 
 
-@pytest.mark.parametrize("interleave", [1, 32])
-def test_blocks_of_32_columns_may_alternate(interleave):
-    """With others the activation is a kernel of its own, beside its copy."""
-    _, *made = kernels("qwen3", 4096, activation=swiglu(interleave=interleave))
+def assert_apart(model: str, apart: bool, activation: str | None = None) -> None:
+    """Whether the activation is a kernel of its own, beside its copy."""
+    _, *made = kernels(model, 4096, activation=activation)
     found = [[kernel.name for kernel in segment] for segment in made]
     assert [names[-2:] for names in found] == [
         ["route", "fp8_gemm"],
-        *([["copies_0"]] if interleave == 1 else []),
+        *([["copies_0"]] if apart else []),
         ["fp8_gemm", "combine"],
     ]
+
+
+@pytest.mark.parametrize("interleave", [1, 32])
+def test_blocks_of_32_columns_may_alternate(interleave):
+    """With others the activation is a kernel of its own, beside its copy."""
+    assert_apart("qwen3", interleave == 1, swiglu(interleave=interleave))
+
+
+@pytest.mark.parametrize("inner", [96, 144])
+def test_runs_of_32_columns_lie_in_one_block(inner, monkeypatch):
+    """Up begins at the row after gate's last: if that divides a run, scales may differ within."""
+    monkeypatch.setitem(MODELS, "halves", (8, 2, 256, inner))
+    assert_apart("halves", inner % 32 != 0)
 
 
 def test_codes_are_multiplied_where_groups_have_many_rows():

@@ -276,10 +276,10 @@ class Fp8Wgrad(Wgrad):
 
 def _box_rows(read: Sequence[Index], width: int) -> int:
     """How many rows of the matrix follow each other wherever columns of the result read it: of half
-    a tile, or that share a scale; 0: fewer.
+    a tile, or of a run, which lies in one block; 0: fewer.
     """
-    runs = (n for n in (_HALF // len(read), _RUN) if all(follow(c, width, n) for c in read))
-    return next(runs, 0)
+    runs = _HALF // len(read), _RUN
+    return next((n for n in runs if all(follow(c, width, n, _RUN) for c in read)), 0)
 
 
 def _parts(source: Product) -> tuple[Value, Value]:

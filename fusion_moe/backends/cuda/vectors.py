@@ -207,11 +207,11 @@ def in_vectors(column: Index, width: int) -> bool:
     return follow(column, width, VECTOR)
 
 
-def follow(column: Index, width: int, count: int) -> bool:
-    """Whether columns form aligned runs of `count` adjacent ones, as a function of j below a
-    width.
+def follow(column: Index, width: int, count: int, aligned: int = VECTOR) -> bool:
+    """Whether columns form runs of `count` adjacent ones that begin at multiples of `aligned`, as a
+    function of j below a width.
     """
     numbers = [column.evaluate({_J.name: j}) for j in range(width)]
     return all(
         n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)
-    ) and not any(n % VECTOR for n in numbers[::count])
+    ) and not any(n % aligned for n in numbers[::count])
