@@ -51,8 +51,8 @@ class Fp8Product(Product):
         for v in plan.rows if plan.quantized else ():
             self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
         self._box_rows = _box_rows(self.columns.read, plan.width)
-        in_codes = plan.encoding.name in LINEAR_WEIGHTS and plan.layout == "linear"
-        if in_codes and not self._box_rows:  # other kernels for this layout are for few rows
+        self._in_codes = plan.encoding.name in LINEAR_WEIGHTS and plan.layout == "linear"
+        if self._in_codes and not self._box_rows:  # other kernels for this layout are for few rows
             ops = self.fusion.ops
             cut = next((op for op in ops if op.kind.name == "slice"), ops[-1])
             raise Inexpressible(cut, f"columns of codes in no runs of {_RUN} have no kernel here")
@@ -177,8 +177,7 @@ class Fp8Product(Product):
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
         plan, read, operand = self.plan, self.columns.read, self._operand
         fits = (
-            plan.encoding.name in LINEAR_WEIGHTS
-            and plan.layout == "linear"
+            self._in_codes
             and not (plan.transposed or plan.added)
             and plan.kind == "fprop"
             and plan.k % _ALIGNED == plan.width % VECTOR == 0
