@@ -249,6 +249,7 @@ def resumed(
                 rows.append({**measure(cell), "provenance": made})
             except torch.OutOfMemoryError as error:  # each contender fits, not all at once
                 print(f"left out {cell.key}: {str(error).splitlines()[0]}", flush=True)
+                Watch(told.device).free()
                 continue
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(rows[-1]) + "\n")
