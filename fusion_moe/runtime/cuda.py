@@ -24,7 +24,7 @@ from .. import options
 from ..arch import AUTO, H200, RESERVED, Arch, find, like, named, shown, standing_in, tensor_rate
 from ..errors import BuildError, OptionError, UnsupportedError
 from . import nvrtc, timeline
-from .driver import checked, driver, make_current
+from .driver import checked, driver, make_current, version_number
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
 _STREAMS = 64  # how many a launch remembers
@@ -186,7 +186,7 @@ def place(function: Function, index: int) -> None:
     with torch.cuda.device(index):
         make_current()
         placed = checked(d.cuKernelGetFunction(d.CUkernel(int(function))), "cuKernelGetFunction")
-        if int(checked(d.cuDriverGetVersion(), "driver")) >= _FUNC_LOAD:
+        if version_number() >= _FUNC_LOAD:
             checked(d.cuFuncLoad(placed), "cuFuncLoad")
 
 

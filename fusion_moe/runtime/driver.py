@@ -53,10 +53,14 @@ def _context(index: int) -> Any:
 
 
 @cache
+def version_number() -> int:
+    """The version of CUDA that the driver supports, as 13000."""
+    return int(checked(driver().cuDriverGetVersion(), "driver"))
+
+
 def version() -> str:
-    """The version of CUDA that the driver supports, as "13.0"."""
-    number = checked(driver().cuDriverGetVersion(), "driver")
-    return f"{number // 1000}.{number % 1000 // 10}"
+    """The same, as "13.0"."""
+    return f"{version_number() // 1000}.{version_number() % 1000 // 10}"
 
 
 def link(ptx: bytes, where: str) -> bytes:
