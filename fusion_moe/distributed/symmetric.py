@@ -145,6 +145,8 @@ class Exchange:
             free = min(self._of_all(torch.cuda.mem_get_info(self.device)[0]))
             self._need_free(nbytes, free, said)
         self._wait()  # for calls that use what there is
+        self.tokens = self.row = 0
+        self._tell(self._layers)  # if the next line raises, no call may find what was freed
         self._memory = None
         self._memory, addresses = self._share(nbytes)
         limit = _timeout(self.group, self.device)

@@ -116,7 +116,12 @@ def test_a_file_system_without_room_is_an_error_before_anything_is_written(tmp_p
         exchange._in_a_file(100)
 
 
-def test_layers_made_after_the_first_call_know_the_memory(tmp_path):
+def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
+    """Those that are made after the first call, too, and after memory could not grow."""
+
+    def fails(nbytes):
+        raise OSError("no room")
+
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -129,5 +134,13 @@ def test_layers_made_after_the_first_call_know_the_memory(tmp_path):
         assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
         assert [int(layer.peers[1]) for layer in (first, second)] == [0, 1]
         assert int(second.peers[2]) == 5
+        monkeypatch.setattr(exchange, "_share", fails)
+        with pytest.raises(OSError, match="no room"):
+            first.need(9, 2)
+        assert not first.peers[2:4].any()  # what was freed is in no call
+        monkeypatch.undo()
+        first.need(4, 2)
+        assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
+        assert int(second.peers[2]) == 4
     finally:
         dist.destroy_process_group()
