@@ -1,6 +1,6 @@
 """What needs GPUs before a release, each check on a GPU of its own, as many at once as there are.
 
-    python tools/gpu_checks.py FOLDER [--only NAME ...] [--minutes 30]
+    python tools/gpu_checks.py FOLDER [--only NAME ...] [--minutes 60]
     python tools/gpu_checks.py --list
 
 Writes FOLDER/NAME.log for each check, and a line once it ends: its exit status, seconds, and the
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("out", metavar="FOLDER", nargs="?", type=Path)
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=[c.name for c in CHECKS])
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     chosen = [c for c in CHECKS if not arguments.only or c.name in arguments.only]
