@@ -5,6 +5,7 @@ differentiates what it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -149,10 +150,32 @@ def steps(
     return y[order.argsort()].view(len(on.x), slots, -1).sum(1)
 
 
+@cache
+def _compile_before_tuning() -> None:
+    """Has Triton compile all configurations of a kernel in threads before it tries the first, which
+    takes seconds instead of minutes.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    pruned = Autotuner.prune_configs
+
+    def compiled(tuner: Any, kwargs: dict[str, Any]) -> Any:
+        configurations = pruned(tuner, kwargs)
+        given = {name: v for name, v in (tuner.nargs | kwargs).items() if name != "warmup"}
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for one in configurations:
+                tuner.fn.warmup(**given, **one.all_kwargs())
+        return configurations
+
+    Autotuner.prune_configs = compiled
+
+
 def liger(on: LayerInputs) -> Contender:
     """Liger-Kernel's fused_moe, in Triton."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
+    _compile_before_tuning()
     ids = on.ids.int()
     return _on(on, lambda: LigerFusedMoEFunction.apply(on.x, on.gate_up, on.down, ids, on.w))
 

@@ -78,7 +78,7 @@ CHECKS = (
     Check(
         "training-8.0",
         8,
-        "benchmarks/h200_training.py --out {out}/training80.jsonl",
+        "benchmarks/h200_training.py --contender fusion_moe liger --out {out}/training80.jsonl",
         (("FUSION_MOE_CUDA_ARCH", "8.0"), ("TRITON_OVERRIDE_ARCH", "sm80")),
     ),
     Check("offload-times", 8, "benchmarks/offload.py --seconds 420 --json {out}/offload.json"),
