@@ -46,10 +46,10 @@ class Check:
     all_gpus: bool = False
 
 
-def _lane(capability: str, minutes: float, tests: str) -> Check:
+def _lane(capability: str, minutes: float, tests: str, name: str = "as") -> Check:
     """Tests with the kernels of another GPU."""
     environment = (("FUSION_MOE_CUDA_ARCH", capability), _FEW_THREADS)
-    return Check(f"as-{capability}", minutes, f"{_PARALLEL} -m gpu {tests}", environment)
+    return Check(f"{name}-{capability}", minutes, f"{_PARALLEL} -m gpu {tests}", environment)
 
 
 # Those that take longest come first.
@@ -61,6 +61,7 @@ CHECKS = (
         (_FEW_THREADS,),
     ),
     Check("sanitized", 20, f"{_PARALLEL} -m gpu {_SANITIZED}", (_FEW_THREADS,)),
+    _lane("8.0", 10, f"-k 'memcheck or racecheck' {_SANITIZED}", "sanitized"),
     _lane("8.0", 20, "tests/gpu/test_cuda_kernels.py tests/gpu/test_cuda_training.py"),
     Check("launches", 5, f"{_PYTEST} -m gpu tests/gpu/test_cuda_native.py tests/gpu/test_cuda.py"),
     Check("arch", 4, f"{_PYTEST} -m gpu tests/gpu/test_cuda_arch.py"),
