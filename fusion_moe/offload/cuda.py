@@ -1,8 +1,8 @@
 """A GPU as the device of offloaded experts.
 
-A step is seven launches on the current stream, or more: `find_misses`, `move`, the program of the
-rows that are there (steps.py), `await_rows`, the sum. None waits for the host where nothing is
-missing, and a CUDA graph can capture it after a call of the same form. The worker (worker.py)
+A step is five launches on the current stream, or more: `begin_step`, the program of the rows that
+are there (steps.py), `end_step`. None waits for the host where nothing is missing, and a CUDA graph
+can capture it after a call of the same form. The worker (worker.py)
 computes what the split leaves to the CPU; a GPU that it does not answer goes on without, and the
 next call raises WorkerError.
 """
@@ -131,8 +131,7 @@ class Cuda:
         placed = self.moves.begin(x, ids, w if self.home.weighs_input else None)
         steps = self.steps(x, placed, w)
         y, _, _, slot_of = steps.rows(self._given(x, placed, w))
-        self.moves.finish(y, slot_of)
-        return steps.sum(y, slot_of, w)
+        return self.moves.end(y, slot_of, None if self.home.weighs_input else w)
 
     def _stream(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step: all missed experts that it names are copied, in turns."""

@@ -21,16 +21,17 @@ from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
 
 HERE = Path(__file__).parent / "kernels"
-THREADS = 512
+THREADS, SUMMING = 512, 64  # of a block; of one that sums
+_AT_ONCE = 8  # slots whose rows a thread reads before it adds them
 MOST_PARTS = 12  # of kernels/experts.cuh
 CTYPES = {torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "f16"}
 CTYPES[torch.float32] = "float"
 
 
-def text(name: str, header: str, parameter: str, body: str) -> str:
+def text(name: str, header: str, parameter: str, body: str, threads: int = THREADS) -> str:
     """A kernel that takes one structure, `s`."""
     return (
-        f'#include "{header}.cuh"\n\nextern "C" __global__ void __launch_bounds__({THREADS}) '
+        f'#include "{header}.cuh"\n\nextern "C" __global__ void __launch_bounds__({threads}) '
         f"{name}(const {parameter} s) {{\n    {body}\n}}\n"
     )
 
@@ -40,18 +41,15 @@ def name_of(source: str) -> str:
     return source.partition("(const ")[0].rpartition(" ")[2]
 
 
-def find_misses(ids: torch.dtype) -> str:
+def begin_step(ids: torch.dtype, weights: torch.dtype) -> str:
+    parameter = f"BeginStep<{CTYPES[ids]}, {CTYPES[weights]}>"
     body = "extern __shared__ i32 memory[];\n    s.run(memory);"
-    return text("find_misses", "misses", f"FindMisses<{CTYPES[ids]}>", body)
+    return text("begin_step", "begin", parameter, body)
 
 
-def move(ids: torch.dtype, weights: torch.dtype) -> str:
-    parameter = f"Move<{CTYPES[ids]}, {CTYPES[weights]}>"
-    return text("move", "move", parameter, "s.run();")
-
-
-def await_rows() -> str:
-    return text("await_rows", "handover", "Await", "s.run();")
+def end_step(x: torch.dtype, weights: torch.dtype, slots: int) -> str:
+    parameter = f"EndStep<{CTYPES[x]}, {CTYPES[weights]}, {min(slots, _AT_ONCE)}>"
+    return text("end_step", "handover", parameter, "s.run();", SUMMING)
 
 
 def put_rows() -> str:
@@ -69,22 +67,30 @@ def build(source: str, arch: str) -> Path:
 
 
 class Kernel:
-    """kernel(stream, numbers): a launch on the current device. overlaps: whether it begins while
-    the kernel before it ends, for which it waits itself.
+    """kernel(stream, numbers): a launch on the current device, of so many blocks. overlaps: whether
+    it begins while the kernel before it ends, for which it waits itself.
     """
 
-    def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
+    def __init__(
+        self,
+        source: str,
+        blocks: int = 0,
+        shared: int = 0,
+        overlaps: bool = False,
+        threads: int = THREADS,
+    ):
         arch = cuda.arch(torch.cuda.current_device())
         name = name_of(source)
         path = build(source, arch.nvrtc)
         function, overlaps = cuda.load(path, name, shared), overlaps and arch.programmatic_launch
-        cuda.check_room(function, torch.cuda.current_device(), name, THREADS, shared)
-        self._launch = cuda.Launch(function, blocks, THREADS, shared, overlaps)
+        cuda.check_room(function, torch.cuda.current_device(), name, threads, shared)
+        self._blocks = blocks
+        self._of = cache(lambda n: cuda.Launch(function, n, threads, shared, overlaps))
 
-    def __call__(self, stream: int, numbers: Sequence[int]) -> None:
+    def __call__(self, stream: int, numbers: Sequence[int], blocks: int = 0) -> None:
         params = (ctypes.c_longlong * len(numbers))(*numbers)
         pointer = ctypes.c_void_p(ctypes.addressof(params))
-        self._launch(stream, ctypes.addressof(pointer))
+        self._of(blocks or self._blocks)(stream, ctypes.addressof(pointer))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """What a step does on a GPU beside its programs: finds misses and decides about them, copies
-experts, hands rows over to the worker and awaits them. All by kernels on one stream, without a host
-or a wait where nothing is missing; a CUDA graph can capture it.
+experts and hands rows over to the worker, in one kernel; awaits them and sums, in another one. All
+on one stream, without a host or a wait where nothing is missing; a CUDA graph can capture it.
 
     shared = Shared(capacity, row_bytes)                # of a model
     moves = Moves(parts, cached, constants, shared, layer, experts, device)
     placed = moves.begin(x, ids, w)                     # i32[T, k]: slots
     y, slot_of = ...                                    # rows of experts that are there by now
-    moves.finish(y, slot_of)                            # the others' rows are there too
+    sums = moves.end(y, slot_of, w)                     # of these and of the others' rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .launches import Kernel, Parts
 from .pinned import Staging
 from .worker import Model, Worker, letters
 
-COPYING, HANDING, AWAITING = 16, 8, 8  # blocks: so many reach what PCIe has
+COPYING, HANDING = 16, 8  # blocks: so many reach what PCIe has
 PUTTING, UNPACKING = 1024, 256
 LIMIT = 10.0  # seconds after which the worker is given up
 # Counts of kernels/step.cuh
@@ -53,7 +53,7 @@ class Shared:
         self.staging = Staging(letters(capacity, features * dtype.itemsize))
         self.turns = Turns(device)
         self.model: Model = Worker.of_process().model(self.staging)
-        self.exchange = torch.zeros(2, dtype=torch.int64, device=device)  # of kernels/step.cuh
+        self.exchange = torch.zeros(4, dtype=torch.int64, device=device)  # of kernels/step.cuh
 
     @property
     def letters(self) -> list[int]:
@@ -88,13 +88,13 @@ class Moves:
         self.tables = torch.full((2, experts), -1, dtype=torch.int32, device=device)
         self._version, self._table = 0, torch.full((experts,), -1, dtype=torch.int32)
         self.version, self.uses = zeros(1), zeros(experts)
-        self._counts, self._copied = zeros(1 + len(_COUNTS), torch.int64), zeros(max(spare, 1))
+        self._counts = zeros(1 + len(_COUNTS), torch.int64)
         self._handed, self._placed = zeros(shared.capacity), zeros(shared.capacity)
         self._faults = Faults("a step of offloaded experts")
         self._faults.prepare(device.index)
         self._fault = 0  # where the step reports that was begun
-        self._kernels: dict[object, tuple[Kernel, Kernel]] = {}
-        self._load, self._await, self._put, self._unpack  # noqa: B018  # nothing is compiled while a GPU waits
+        self._kernels: dict[object, Kernel] = {}
+        self._load, self._put, self._unpack  # noqa: B018  # nothing is compiled while a GPU waits
 
     def begin(self, x: Tensor, ids: Tensor, w: Tensor | None = None) -> Tensor:
         """The slots of ids, -1 for none: experts that missed are copied or handed over.
@@ -116,23 +116,28 @@ class Moves:
             )
         stream = cuda.stream(self.device)
         fault = self._fault = self._faults.word(self.device.index, stream)
-        find, move = self._of(ids.dtype, torch.float32 if w is None else w.dtype)
+        dtype = torch.float32 if w is None else w.dtype
         step = self._step
-        numbers = [ids.numel(), self.experts, self.cached, self.spare, ids.data_ptr()]
+        numbers = [COPYING, self.parts.address]
+        numbers += [ids.numel(), self.experts, self.cached, self.spare, ids.data_ptr()]
         numbers += [self.tables.data_ptr(), self.version.data_ptr(), *step, *self._costs, fault]
-        find(stream, numbers)
-        hand_over = [ids.shape[1], x[0].nbytes, self.layer, x.data_ptr(), ids.data_ptr()]
-        hand_over += [0 if w is None else w.data_ptr(), *step, *self.shared.letters]
-        move(stream, [COPYING, self.cached, self.parts.address, *hand_over])
+        numbers += [ids.shape[1], x[0].nbytes, self.layer, x.data_ptr(), ids.data_ptr()]
+        numbers += [0 if w is None else w.data_ptr(), *step, *self.shared.letters]
+        self._begin(ids.dtype, dtype)(stream, numbers)
         return self._placed[: ids.numel()].view(ids.shape)
 
-    def finish(self, y: Tensor, slot_of: Tensor) -> None:
-        """Waits for rows that the worker computes, and puts them where they belong: y [T * k, H],
-        slot_of i32[T, k].
+    def end(self, y: Tensor, slot_of: Tensor, w: Tensor | None = None) -> Tensor:
+        """The sums [T, H] of y [T * k, H] with slot_of i32[T, k], weighted with w [T, k] if given:
+        when the rows are there that the worker computes. After `begin` and another kernel.
         """
-        stream, fault = cuda.stream(self.device), self._fault
-        numbers = [y[0].nbytes, int(self.shared.limit * 1e9), slot_of.data_ptr(), y.data_ptr()]
-        self._await(stream, [*numbers, *self._step, *self.shared.letters, fault])
+        stream, (tokens, slots), features = cuda.stream(self.device), slot_of.shape, y.shape[1]
+        sums, at = y.new_empty(tokens, features), 0 if w is None else w.data_ptr()
+        numbers = [tokens, slots, features, int(self.shared.limit * 1e9), slot_of.data_ptr(), at]
+        numbers += [y.data_ptr(), sums.data_ptr(), *self._step, *self.shared.letters, self._fault]
+        dtype = torch.float32 if w is None else w.dtype
+        pieces = tokens * y[0].nbytes // 16
+        self._end(dtype, slots)(stream, numbers, blocks=-(-pieces // launches.SUMMING))
+        return sums
 
     def put(self, made: Tensor, ends: Tensor, rows: Tensor, y: Tensor, slot_of: Tensor) -> None:
         """Puts the rows of `made` that are before the last end to their places in y: rows says
@@ -169,11 +174,20 @@ class Moves:
 
     @property
     def _step(self) -> list[int]:
-        of_layer = self._counts, self._placed, self._copied, self._handed, self.uses
+        of_layer = self._counts, self._placed, self._handed, self.uses
         return [t.data_ptr() for t in (self.shared.exchange, *of_layer)]
 
-    def _of(self, ids: torch.dtype, weights: torch.dtype) -> tuple[Kernel, Kernel]:
-        key = ids, weights
+    def _begin(self, *dtypes: torch.dtype) -> Kernel:
+        shared = 4 * (3 * self.experts + 2 * self.shared.capacity)
+        made = partial(Kernel, blocks=COPYING + HANDING, shared=shared, overlaps=True)
+        return self._kernel(dtypes, lambda: made(launches.begin_step(*dtypes)))
+
+    def _end(self, weights: torch.dtype, slots: int) -> Kernel:
+        made = partial(Kernel, overlaps=True, threads=launches.SUMMING)
+        source = partial(launches.end_step, self.shared.dtype, weights, slots)
+        return self._kernel((weights, slots), lambda: made(source()))
+
+    def _kernel(self, key: object, make: Callable[[], Kernel]) -> Kernel:
         if key not in self._kernels:
             if cuda.capturing():
                 raise BuildError(
@@ -182,11 +196,7 @@ class Moves:
                     where="offload",
                 )
             with torch.cuda.device(self.device):
-                shared = 4 * (3 * self.experts + self.shared.capacity)
-                self._kernels[key] = (
-                    Kernel(launches.find_misses(ids), 1, shared, overlaps=True),
-                    Kernel(launches.move(ids, weights), COPYING + HANDING, overlaps=True),
-                )
+                self._kernels[key] = make()
         return self._kernels[key]
 
     @cached_property
@@ -198,11 +208,6 @@ class Moves:
     def _unpack(self) -> Kernel:
         with torch.cuda.device(self.device):
             return Kernel(launches.load(), UNPACKING)
-
-    @cached_property
-    def _await(self) -> Kernel:
-        with torch.cuda.device(self.device):
-            return Kernel(launches.await_rows(), AWAITING, overlaps=True)
 
     @cached_property
     def _put(self) -> Kernel:

@@ -40,7 +40,7 @@ class Turnaround:
         self.moves = Moves(parts, _EXPERTS, _EXPERTS, k, costs, shared, layer)
         self.x = torch.zeros(tokens, features, dtype=torch.bfloat16, device=device)
         self.y = torch.zeros(tokens * k, features, dtype=torch.bfloat16, device=device)
-        self.slot_of = torch.arange(tokens * k, dtype=torch.int32, device=device)
+        self.slot_of = torch.arange(tokens * k, dtype=torch.int32, device=device).view(tokens, k)
         self.device, self.shape = device, (tokens, k)
 
     def nanoseconds(self, rows: int) -> float:
@@ -54,7 +54,8 @@ class Turnaround:
         def steps() -> None:
             for _ in range(_STEPS):
                 self.moves.begin(self.x, ids)
-                self.moves.finish(self.y, self.slot_of)
+                self.y.zero_()  # as products would, between them
+                self.moves.end(self.y, self.slot_of)
 
         steps()
         synchronize()

@@ -8,6 +8,7 @@ import pytest
 from on_cpu import copy
 
 from fusion_moe.backends.cpu.readers import KERNELS as CPU_KERNELS
+from fusion_moe.backends.cuda.launch import KERNELS as CUDA_KERNELS
 from fusion_moe.offload.worker import KERNELS, SOURCE
 from fusion_moe.runtime.native import INCLUDE
 
@@ -18,6 +19,6 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 def folder(tmp_path_factory) -> Path:
     """With all headers that need no PTX, beside what stands for the others."""
     made = tmp_path_factory.mktemp("kernels")
-    more = SOURCE, CPU_KERNELS / "team.h", INCLUDE / "descriptor.h"
+    more = SOURCE, CPU_KERNELS / "team.h", INCLUDE / "descriptor.h", CUDA_KERNELS / "combine.cuh"
     copy(made, *KERNELS.glob("*.cuh"), *more, *HERE.iterdir())
     return made

@@ -76,25 +76,23 @@ def gpu(folder, monkeypatch):
     steps, experts = (library(folder, name=name) for name in ("kernels", "experts"))
 
     class Kernel:
-        def __init__(self, source: str, blocks: int, shared: int = 0, overlaps: bool = False):
+        def __init__(self, source: str, blocks: int = 0, **how):
             name = launches.name_of(source)
-            of = source.partition("<")[2].partition(">")[0].replace(", ", "_")
-            suffix = "" if name in ("load", "await_rows", "put_rows") else f"_{of}"
-            self.copies = name == "move"
-            self.run = getattr(experts if name == "load" else steps, name + suffix)
+            of = source.partition("<")[2].partition(">")[0].split(", ")
+            suffix = {"begin_step": of, "end_step": of[1:2]}.get(name, [])
+            self.run = getattr(experts if name == "load" else steps, "_".join([name, *suffix]))
+            self.run.restype, self.begins = ctypes.POINTER(ctypes.c_int32), name == "begin_step"
 
-        def __call__(self, stream: int, numbers) -> None:
-            if self.copies:
-                count, copied = (ctypes.c_int32 * 1).from_address(numbers[10]), numbers[12]
+        def __call__(self, stream: int, numbers, blocks: int = 0) -> None:
+            found = self.run((ctypes.c_longlong * len(numbers))(*numbers))
+            if self.begins:
+                copied = found[1 : 1 + found[0]]
                 experts.copy(
-                    ctypes.c_void_p(numbers[2]),
-                    (ctypes.c_longlong * 64)(
-                        *(ctypes.c_int32 * 64).from_address(copied)[: count[0]]
-                    ),
-                    ctypes.c_int64(count[0]),
-                    ctypes.c_int64(numbers[1]),
+                    ctypes.c_void_p(numbers[1]),
+                    (ctypes.c_longlong * 64)(*copied),
+                    ctypes.c_int64(len(copied)),
+                    ctypes.c_int64(numbers[4]),
                 )
-            self.run((ctypes.c_longlong * len(numbers))(*numbers))
 
     fake = SimpleNamespace(index_of=lambda _: 0, stream=lambda _: 0, capturing=lambda: False)
     for module in (cuda, moves):

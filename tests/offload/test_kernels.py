@@ -29,11 +29,14 @@ FIND = f"""
 #include "misses.cuh"
 extern "C" void find(i64 count, i64 cached, i64 spares, const i64* ids, const i32* tables,
                      const i32* version, Exchange* exchange, Counts* counts, i32* placed,
-                     i32* copied, i32* handed, i32* uses, const Costs* costs, i64* error) {{
-    static i32 memory[3 * {E} + {MOST}];
-    const Step step{{exchange, counts, placed, copied, handed, uses}};
-    FindMisses<i64>{{count, {E}, cached, spares, ids, tables, version, step, *costs, error}}
-        .run(memory);
+                     i32* handed, i32* uses, const Costs* costs, i64* error, i32* listed) {{
+    static i32 memory[3 * {E} + 2 * {MOST}];
+    const Step step{{exchange, counts, placed, handed, uses}};
+    const auto found =
+        FindMisses<i64>{{count, {E}, cached, spares, ids, tables, version, step, *costs, error}}
+            .run(memory);
+    for (i32 i = 0; i < found.rows; ++i) listed[i] = found.ids[i];
+    listed[found.rows] = found.copied;
 }}
 """
 
@@ -55,11 +58,11 @@ def test_misses_are_those_of_the_split(folder):
         def zeros(n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(n, dtype=dtype)
 
-        exchange, counts, error = (zeros(n, torch.int64) for n in (2, 8, 1))
-        placed, uses, copied, handed = zeros(MOST), zeros(E), zeros(SPARES), zeros(MOST)
+        exchange, counts, error = (zeros(n, torch.int64) for n in (4, 8, 1))
+        placed, uses, handed, listed = zeros(MOST), zeros(E), zeros(MOST), zeros(MOST + 1)
         costs = torch.tensor(astuple(constants), dtype=torch.int64)
         number = torch.tensor([version], dtype=torch.int32)
-        memory = ids, tables, number, exchange, counts, placed, copied, handed, uses, costs, error
+        memory = ids, tables, number, exchange, counts, placed, handed, uses, costs, error, listed
         find(*map(ctypes.c_int64, (count, cached, limit)), *map(pointer, memory))
 
         named = torch.bincount(ids[ids >= 0], minlength=E)
@@ -73,9 +76,12 @@ def test_misses_are_those_of_the_split(folder):
         assert torch.equal(placed[:count], slots), (turn, want)
         assert torch.equal(uses, named.int())
         rows = [i for i, e in enumerate(ids.tolist()) if e in want.computed]
-        assert handed[: len(rows)].tolist() == rows
-        assert counts.view(torch.int32)[:2].tolist() == [len(want.copied), len(rows)]
-        assert exchange[0] == bool(rows)
+        assert listed[: len(rows) + 1].tolist() == [*rows, len(want.copied)]
+        if rows:
+            numbers = [rows.index(i) if i in rows else -1 for i in range(count)]
+            assert handed[:count].tolist() == numbers
+        assert counts.view(torch.int32)[0] == len(rows)
+        assert not exchange.any()
         hits = int(named[tables[version] >= 0].sum())
         rows_copied = int(named[list(want.copied)].sum())
         assert counts[1:7].tolist() == [
@@ -122,8 +128,9 @@ def test_rows_go_to_the_worker_and_back(folder):
 
 
 SOURCES = [
-    *(launches.find_misses(torch.int64), launches.move(torch.int64, torch.float32)),
-    *(launches.await_rows(), launches.put_rows(), launches.load()),
+    launches.begin_step(torch.int64, torch.float32),
+    launches.end_step(torch.bfloat16, torch.float32, 8),
+    *(launches.put_rows(), launches.load()),
 ]
 
 

@@ -1,6 +1,7 @@
-// Rows that the CPU computes: handed over to its worker, awaited, and put where they belong.
+// Rows that the CPU computes: handed over to its worker, awaited, and summed with the others.
 #pragma once
 
+#include "combine.cuh"
 #include "ragged.cuh"
 #include "step.cuh"
 
@@ -26,12 +27,13 @@ struct HandOver {
     Step step;
     Letters letters;
 
-    __device__ __forceinline__ void run(i32 first) const {
-        const i32 rows = step.counts->rows, blocks = i32(gridDim.x) - first;
+    // listed: the ids whose rows they are
+    __device__ __forceinline__ void run(i32 first, i32 rows, const i32* listed) const {
         if (rows == 0) return;
+        const i32 blocks = i32(gridDim.x) - first;
         Exchange& exchange = *step.exchange;
         for (i32 row = i32(blockIdx.x) - first; row < rows; row += blocks) {
-            const i32 from = step.handed[row];
+            const i32 from = listed[row];
             copy(letters.rows + row * row_bytes, x + from / slots * row_bytes);
             if (threadIdx.x != 0) continue;
             letters.ids[row] = i32(ids[from]);
@@ -39,7 +41,7 @@ struct HandOver {
         }
         __syncthreads();
         if (threadIdx.x != 0 || add_ticket(&exchange.ticket) + 1 < u32(blocks)) return;
-        exchange.ticket = 0;
+        exchange.ticket = 0, ++exchange.epoch;
         letters.box->layer = i32(layer), letters.box->rows = rows;
         store_release_system(&letters.box->posted, exchange.epoch);
     }
@@ -51,45 +53,90 @@ struct HandOver {
     }
 };
 
-// Copies what the worker made of rows to their places in y. If it is gone, refuses them or does not
-// answer in time, nothing is copied, and the fault is reported; it is not asked again.
-struct Await {
+// How a step ends: the sums of tokens, for which it waits for the worker. If that is gone, refuses
+// rows or does not answer in time, its rows are left as they are, and the fault is reported; it is
+// not asked again. There is another kernel between the one that handed rows over and this one,
+// which therefore knows what that wrote before the kernel before it has ended.
+template <class T, class Weight, i32 AT_ONCE>
+struct EndStep {
     enum Why : i32 { GONE = 1, LATE = 2, REFUSED = 3 };
-    i64 row_bytes, limit;  // bytes, nanoseconds
-    const i32* slot_of;    // the row of each id in y
-    u8* y;
+    i64 tokens, slots, width, limit;  // nanoseconds
+    const i32* slot_of;               // [tokens, slots]: the row of each id in y
+    const Weight* weights;            // the same; null: ones
+    T *y, *sums;                      // [tokens * slots, width], [tokens, width]
     Step step;
     Letters letters;
     i64* error;
 
-    __device__ void run() const {
-        griddepcontrol_wait();
-        griddepcontrol_launch_dependents();
-        const i32 rows = step.counts->rows;
-        if (rows == 0) return;
-        __shared__ i32 answered;
-        if (threadIdx.x == 0) answered = wait();
-        __syncthreads();
-        if (!answered) return;
-        for (i32 row = blockIdx.x; row < rows; row += gridDim.x) {
-            const u8* const from = letters.results + row * row_bytes;
-            u8* const to = y + slot_of[step.handed[row]] * row_bytes;
-            for (i64 i = 16 * threadIdx.x; i < row_bytes; i += 16 * blockDim.x)
-                *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    __device__ __forceinline__ void run() const {
+        if (step.counts->rows > 0) {
+            griddepcontrol_wait();
+            if (has_answer()) take_rows();
         }
+        combine_slots<V, AT_ONCE, true>(
+            y, tokens, width, i32(slots), [&](i64 t, i64 s) { return slot_of[t * slots + s]; },
+            [&](i64 t, i64 s) { return weights ? widen(weights[t * slots + s]) : 1.f; },
+            [&](i64 t, i64 j, const float (&total)[V]) {
+                Vector<T, V> sum;
+#pragma unroll
+                for (int v = 0; v < V; ++v) sum.at[v] = narrow<T>(total[v]);
+                store_vector<V>(sums + t * width + j, sum);
+            });
     }
 
   private:
-    // Whether the worker answered.
-    __device__ __forceinline__ bool wait() const {
-        const u64 start = now(), epoch = step.exchange->epoch;
+    static constexpr int V = 16 / sizeof(T);
+
+    // Puts what the worker made where it belongs: a thread what it adds itself.
+    __device__ __forceinline__ void take_rows() const {
+        const i64 pieces = width / V;
+        for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < tokens * pieces;
+             i += i64(gridDim.x) * blockDim.x) {
+            const i64 id = i / pieces * slots, j = i % pieces * V;
+            for (i32 first = 0; first < slots; first += AT_ONCE) {
+                Vector<T, V> made[AT_ONCE];
+                i32 from[AT_ONCE];
+#pragma unroll
+                for (int s = 0; s < AT_ONCE; ++s) {
+                    from[s] = first + s < slots ? step.handed[id + first + s] : NOWHERE;
+                    if (from[s] >= 0)
+                        made[s] = load_vector<V>(reinterpret_cast<const T*>(letters.results) +
+                                                 from[s] * width + j);
+                }
+#pragma unroll
+                for (int s = 0; s < AT_ONCE; ++s)
+                    if (from[s] >= 0)
+                        store_vector<V>(y + slot_of[id + first + s] * width + j, made[s]);
+            }
+        }
+    }
+
+    // Whether the worker answered. The first block asks, and tells the others.
+    __device__ __forceinline__ bool has_answer() const {
+        __shared__ i32 answered;
+        const u64 epoch = step.exchange->epoch;
+        u64* const seen = &step.exchange->seen;
+        if (threadIdx.x == 0 && blockIdx.x == 0) {
+            answered = wait(epoch);
+            store_release_system(seen, 2 * epoch + answered);
+        } else if (threadIdx.x == 0) {
+            while (load_acquire_system(seen) < 2 * epoch) {
+            }
+            answered = load_acquire_system(seen) & 1;
+        }
+        __syncthreads();
+        return answered;
+    }
+
+    __device__ __forceinline__ bool wait(u64 epoch) const {
+        const u64 start = now();
         for (u32 turn = 1; load_relaxed_system(&letters.box->answered) < epoch; ++turn) {
             if (turn % 16) continue;  // a load takes a microsecond
             if (load_relaxed_system(&letters.box->gone)) return fail(GONE, start);
             if (now() - start > u64(limit)) return fail(LATE, start);
         }
         load_acquire_system(&letters.box->answered);
-        if (blockIdx.x == 0) step.counts->waited += now() - start;
+        step.counts->waited += now() - start;
         return letters.box->refused ? fail(REFUSED, start) : true;
     }
 

@@ -46,8 +46,9 @@ __device__ __forceinline__ i32 choose_copies(const i64* times, i32 missed, i32 m
     return mixed && times[mixed] + pure / 20 <= pure ? mixed : best;
 }
 
-// One block. Of ids it makes slots: those that experts have, and those that missed ones are copied
-// into. The rows of other missed ones are handed over.
+// Of ids it makes slots: those that experts have, and those that missed ones are copied into. The
+// rows of other missed ones are handed over. All blocks find the same, by the same version of the
+// table, and the first one tells the kernels after this one.
 template <class Id>
 struct FindMisses {
     static constexpr i32 MOST_SPARES = 256;  // that a step uses
@@ -59,29 +60,37 @@ struct FindMisses {
     Costs costs;
     i64* error;
 
-    // memory: i32[3 * experts + count]
-    __device__ void run(i32* memory) const {
-        __shared__ i32 missed, copied, hits;
+    // What a block found, in its own memory. order: missed experts, of which the first `copied` are
+    // copied; ids: those whose rows are handed over, in order.
+    struct Found {
+        i32 copied, rows;
+        const i32 *order, *ids;
+    };
+
+    // memory: i32[3 * experts + 2 * count]
+    __device__ __forceinline__ Found run(i32* memory) const {
+        __shared__ i32 table, missed, copied, hits, handed;
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
-                   *const on_cpu = order + experts;
+                   *const on_cpu = order + experts, *const listed = on_cpu + count;
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
         for (i32 e = first; e < E; e += by) rows[e] = 0;
-        if (first == 0) missed = copied = hits = 0;
+        if (first == 0) missed = copied = hits = handed = 0;
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         __syncthreads();
+        if (first == 0) table = agree();
         for (i32 i = first; i < n; i += by) {
             const i64 id = i64(ids[i]);
             if (id >= 0 && id < experts) atomicAdd(rows + id, 1);
-            if (id < -1 || id >= experts) report(error, BAD_ID, i, i32(id));
+            if (blockIdx.x == 0 && (id < -1 || id >= experts)) report(error, BAD_ID, i, i32(id));
         }
-        const i32* const table = tables + load_flag(version) * experts;
         __syncthreads();
+        if (first == by - 1) leave();
         for (i32 e = first; e < E; e += by) {
-            const i32 slot = load_flag(table + e);
+            const i32 slot = load_flag(tables + table * experts + e);
             fate[e] = slot >= 0 && slot < cached ? slot : NOWHERE;
             if (rows[e] == 0) continue;
-            atomicAdd(step.uses + e, rows[e]);
+            if (blockIdx.x == 0) atomicAdd(step.uses + e, rows[e]);
             fate[e] == NOWHERE ? atomicAdd(&missed, 1) : atomicAdd(&hits, rows[e]);
         }
         __syncthreads();
@@ -89,21 +98,37 @@ struct FindMisses {
         for (i32 i = first; i < n; i += by) {
             const i64 id = i64(ids[i]);
             const i32 where = id >= 0 && id < experts ? fate[id] : NOWHERE;
-            step.placed[i] = max(where, NOWHERE), on_cpu[i] = where == ON_CPU;
+            on_cpu[i] = where == ON_CPU;
+            if (blockIdx.x == 0) step.placed[i] = max(where, NOWHERE);
         }
-        const i32 handed = copied < missed ? list(on_cpu) : 0;
-        if (first != 0) return;
-        Counts& counts = *step.counts;
-        Exchange& exchange = *step.exchange;
-        counts.copies = copied, counts.rows = exchange.broken ? 0 : handed;
-        exchange.epoch += counts.rows > 0;
-        counts.steps += 1, counts.hits += hits, counts.computed_rows += handed;
-        counts.copied += copied, counts.computed += missed - copied;
-        for (i32 i = 0; i < copied; ++i) counts.copied_rows += rows[order[i]];
-        if (handed > counts.rows) report(error, NO_ANSWER, 0, 0);
+        if (copied < missed) list(on_cpu, listed, handed);
+        const bool broken = handed > 0 && load_flag(&step.exchange->broken);
+        if (blockIdx.x == 0 && first == 0) {
+            Counts& counts = *step.counts;
+            counts.rows = broken ? 0 : handed;
+            counts.steps += 1, counts.hits += hits, counts.computed_rows += handed;
+            counts.copied += copied, counts.computed += missed - copied;
+            for (i32 i = 0; i < copied; ++i) counts.copied_rows += rows[order[i]];
+            if (broken) report(error, NO_ANSWER, 0, 0);
+        }
+        return {copied, broken ? 0 : handed, order, listed};
     }
 
   private:
+    // The version of the table that the first block to ask finds: another one may be published
+    // meanwhile.
+    __device__ __forceinline__ i32 agree() const {
+        const i32 now = load_flag(version) + 1, before = atomicCAS(&step.exchange->agreed, 0, now);
+        return (before ? before : now) - 1;
+    }
+
+    // The last block to leave lets the next step find another one.
+    __device__ __forceinline__ void leave() const {
+        Exchange& exchange = *step.exchange;
+        if (add_ticket(&exchange.agreeing) + 1 == u32(gridDim.x))
+            exchange.agreed = 0, exchange.agreeing = 0;
+    }
+
     // Decides about each missed expert.
     __device__ __forceinline__ void split(const i32* rows, i32* fate, i32* order, i32 missed,
                                           i32& copied) const {
@@ -123,27 +148,23 @@ struct FindMisses {
         __syncthreads();
         if (first == 0) copied = choose_copies(times, missed, most);
         __syncthreads();
-        for (i32 i = first; i < missed; i += by) {
+        for (i32 i = first; i < missed; i += by)
             fate[order[i]] = i < copied ? i32(cached) + i : ON_CPU;
-            if (i < copied) step.copied[i] = order[i];
-        }
         __syncthreads();
     }
 
-    // Lists the rows of experts that the CPU computes. How many there are, in the first thread.
-    __device__ __forceinline__ i32 list(const i32* on_cpu) const {
+    // Lists the ids whose experts the CPU computes, and how many they are.
+    __device__ __forceinline__ void list(const i32* on_cpu, i32* listed, i32& handed) const {
         const i32 first = threadIdx.x, by = blockDim.x, n = i32(count);
         __syncthreads();
         for (i32 i = first; i < n; i += by) {
-            if (on_cpu[i] == 0) continue;
             i32 before = 0;
             for (i32 other = 0; other < i; ++other) before += on_cpu[other];
-            step.handed[before] = i;
+            if (on_cpu[i]) listed[before] = i;
+            if (blockIdx.x == 0) step.handed[i] = on_cpu[i] ? before : NOWHERE;
+            if (i == n - 1) handed = before + on_cpu[i];
         }
-        i32 all = 0;
-        if (first == 0)
-            for (i32 i = 0; i < n; ++i) all += on_cpu[i];
-        return all;
+        __syncthreads();
     }
 };
 

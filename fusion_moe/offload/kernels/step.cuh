@@ -10,15 +10,17 @@ constexpr i32 NOWHERE = -1, ON_CPU = -2;  // in place of a slot
 
 // Of all layers of a model.
 struct Exchange {
-    u64 epoch;   // how often rows were handed over
-    i32 broken;  // whether the worker failed: nothing is handed over any more
-    u32 ticket;  // blocks that have handed over theirs
+    u64 epoch;     // how often rows were handed over
+    u64 seen;      // the last of these that ended, twice; plus one if it was answered
+    i32 broken;    // whether the worker failed: nothing is handed over any more
+    i32 agreed;    // one more than the version of the table that a step reads; 0 between steps
+    u32 agreeing;  // blocks that have read it
+    u32 ticket;    // blocks that have handed over theirs
 };
 
 // Of a layer.
 struct Counts {
-    i32 copies;  // experts that this step copies
-    i32 rows;    // rows that it hands over
+    i32 rows;  // that this step hands over
     // of all steps: ids; experts; nanoseconds
     u64 steps, hits, copied_rows, computed_rows, copied, computed, waited;
 };
@@ -27,8 +29,7 @@ struct Step {
     Exchange* exchange;
     Counts* counts;
     i32* placed;  // [ids]: the slot of each, or NOWHERE
-    i32* copied;  // [spares]: the expert that is copied into each
-    i32* handed;  // [rows]: the ids whose rows are handed over, by number, in order
+    i32* handed;  // [ids]: the number of the row of each that is handed over, or NOWHERE
     i32* uses;    // [experts]: rows so far
 };
 

@@ -22,6 +22,10 @@ inline void __syncthreads() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline i32 atomicAdd(i32* p, i32 by) { return __atomic_fetch_add(p, by, __ATOMIC_RELAXED); }
+inline i32 atomicCAS(i32* p, i32 old, i32 x) {
+    __atomic_compare_exchange_n(p, &old, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return old;
+}
 
 enum Fault : u64 { BAD_ID = 2, NO_ANSWER = 5, NO_RANK = 6 };
 inline void report(i64* word, Fault fault, i32 place, i32 value) {

@@ -1,5 +1,6 @@
 // The kernels of a step as functions of the numbers that they are launched with. Blocks of one
 // thread run one after the other.
+#include <algorithm>
 #include <cstring>
 
 #include "handover.cuh"
@@ -15,18 +16,34 @@ S of_numbers(const i64* numbers) {
     return s;
 }
 
-template <class Id>
-void find(const i64* numbers) {
-    static i32 memory[1 << 16];
-    of_numbers<FindMisses<Id>>(numbers).run(memory);
+i32 memory[1 << 16], copying[1 << 8];
+
+// After `copying` and the parts: what is to be copied, which experts.cpp does, and handing over.
+template <class Id, class Weight>
+const i32* begin(const i64* numbers) {
+    struct Begin {
+        i64 copying, parts;
+        FindMisses<Id> misses;
+        HandOver<Id, Weight> rows;
+    };
+    const auto s = of_numbers<Begin>(numbers);
+    gridDim.x = 5;
+    for (blockIdx.x = 0; blockIdx.x < 5; ++blockIdx.x) {
+        const auto found = s.misses.run(memory);
+        copying[0] = found.copied;
+        std::copy(found.order, found.order + found.copied, copying + 1);
+        if (blockIdx.x >= 2) s.rows.run(2, found.rows, found.ids);
+    }
+    blockIdx.x = 0, gridDim.x = 1;
+    return copying;
 }
 
-// After `copying`, `cached` and the parts, which experts.cpp copies.
-template <class Id, class Weight>
-void hand_over(const i64* numbers) {
-    const auto s = of_numbers<HandOver<Id, Weight>>(numbers + 3);
-    gridDim.x = 5;
-    for (blockIdx.x = 2; blockIdx.x < 5; ++blockIdx.x) s.run(2);
+// Of 3 blocks.
+template <class Weight>
+void end(const i64* numbers) {
+    const auto s = of_numbers<EndStep<bf16, Weight, 2>>(numbers);
+    gridDim.x = 3;
+    for (blockIdx.x = 0; blockIdx.x < 3; ++blockIdx.x) s.run();
     blockIdx.x = 0, gridDim.x = 1;
 }
 
@@ -34,11 +51,9 @@ void hand_over(const i64* numbers) {
 
 extern "C" {
 
-void find_misses_i32(const i64* numbers) { find<i32>(numbers); }
-void find_misses_i64(const i64* numbers) { find<i64>(numbers); }
-void move_i32_float(const i64* numbers) { hand_over<i32, float>(numbers); }
-void move_i64_float(const i64* numbers) { hand_over<i64, float>(numbers); }
-void await_rows(const i64* numbers) { of_numbers<Await>(numbers).run(); }
+const i32* begin_step_i32_float(const i64* numbers) { return begin<i32, float>(numbers); }
+const i32* begin_step_i64_float(const i64* numbers) { return begin<i64, float>(numbers); }
+void end_step_float(const i64* numbers) { end<float>(numbers); }
 void put_rows(const i64* numbers) { of_numbers<PutRows>(numbers).run(); }
 
 }  // extern "C"

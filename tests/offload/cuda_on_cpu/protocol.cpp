@@ -31,17 +31,17 @@ int plus(char* const* arrays, const long long* sizes, const long long*, void*) {
 
 struct Gpu {
     Mailbox box{};
-    alignas(64) float rows[ROWS][WIDTH]{}, results[ROWS][WIDTH]{}, x[T][WIDTH]{}, y[ROWS][WIDTH]{};
+    alignas(64) float rows[ROWS][WIDTH]{}, results[ROWS][WIDTH]{}, x[T][WIDTH]{}, y[ROWS][WIDTH]{},
+        sums[T][WIDTH]{};
     i32 letter_ids[ROWS]{};
     float letter_weights[ROWS]{}, w[T][K]{}, of[E]{};
     i64 ids[T][K]{}, error = 0;
     Exchange exchange{};
     Counts counts{};
-    i32 placed[ROWS]{}, copied[E]{}, handed[ROWS]{}, uses[E]{}, slot_of[ROWS]{}, tables[2][E]{},
-        version = 0, memory[3 * E + ROWS]{};
+    i32 placed[ROWS]{}, handed[ROWS]{}, uses[E]{}, slot_of[ROWS]{}, tables[2][E]{}, version = 0;
     i64 limit = 20'000'000'000;
 
-    Step step() { return {&exchange, &counts, placed, copied, handed, uses}; }
+    Step step() { return {&exchange, &counts, placed, handed, uses}; }
     Letters letters() {
         return {&box, reinterpret_cast<u8*>(rows), letter_ids, letter_weights,
                 reinterpret_cast<u8*>(results)};
@@ -51,16 +51,17 @@ struct Gpu {
     void run() {
         const FindMisses<i64> find{ROWS,          E,        E,      0,  &ids[0][0],
                                    &tables[0][0], &version, step(), {}, &error};
-        launch(1, [=, this] { find.run(memory); });
         const HandOver<i64, float> hand_over{
             K,          sizeof(x[0]), 0,      reinterpret_cast<const u8*>(x),
             &ids[0][0], &w[0][0],     step(), letters()};
         launch(4, [=] {
-            if (blockIdx.x >= 1) hand_over.run(1);
+            i32 memory[3 * E + 2 * ROWS];
+            const auto found = find.run(memory);
+            if (blockIdx.x >= 1) hand_over.run(1, found.rows, found.ids);
         });
-        const Await await{sizeof(y[0]), limit,     slot_of, reinterpret_cast<u8*>(y),
-                          step(),       letters(), &error};
-        launch(3, [=] { await.run(); });
+        const EndStep<float, float, 3> end{
+            T, K, WIDTH, limit, slot_of, nullptr, &y[0][0], &sums[0][0], step(), letters(), &error};
+        launch(3, [=] { end.run(); });
     }
 };
 
@@ -107,6 +108,12 @@ int run() {
                 NEED(gpu.y[ROWS - 1 - i][c] == want);
             }
         }
+        for (i32 i = 0; i < T * WIDTH; ++i) {
+            float want = 0;
+            for (i32 s = 0; s < K; ++s) want += gpu.y[ROWS - 1 - i / WIDTH * K - s][i % WIDTH];
+            NEED(gpu.sums[i / WIDTH][i % WIDTH] == want);
+        }
+        NEED(gpu.exchange.agreed == 0 && gpu.exchange.agreeing == 0 && gpu.exchange.ticket == 0);
         asked += any;
         NEED(gpu.box.posted == asked);
         NEED(gpu.error == 0);
@@ -120,7 +127,7 @@ int run() {
     gpu.limit = 50'000'000;
     offload_pause(worker, 1);
     gpu.run();
-    NEED(fault() == told(Await::LATE));
+    NEED(fault() == told(EndStep<float, float, 3>::LATE));
     offload_pause(worker, 0);
     gpu.error = 0;
     gpu.run();  // at once, and nobody is asked
@@ -134,7 +141,7 @@ int run() {
     for (i32 turn = 0; turn < 1000 && gpu.error == 0; ++turn) gpu.run();
     ends.join();
     if (gpu.error == 0) gpu.run();
-    NEED(fault() == told(Await::GONE));
+    NEED(fault() == told(EndStep<float, float, 3>::GONE));
     std::puts("gone");
     return 0;
 }
