@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import backends
 from ..backends.cpu.join import Joined
@@ -32,6 +33,7 @@ from ..runtime.host_memory import pages
 from ..runtime.native import Descriptor
 from .device import Counters, Home
 from .launches import Parts, Shape, why_not_tiled
+from .long_steps import Turn, turns_of
 from .moves import LIMIT, Moves, Shared
 from .pinned import pinned
 from .split import Constants
@@ -142,44 +144,61 @@ class Cuda:
                 todo="capture steps of fewer tokens, or offload with a larger capacity",
                 where="offload",
             )
-        half, main = self.spare // 2, torch.cuda.current_stream()
-        tables, turns = self._turns(ids, half)
-        unpacked, y, slot_of = main.record_event(), None, None
-        for table, experts in zip(tables, turns, strict=True):
-            self._side.wait_event(unpacked)
-            self._copy(experts, self._cached + half)
-            main.wait_stream(self._side)
-            self.moves.unpack(self._packed, self._cached, len(experts))
-            unpacked = main.record_event()
-            placed = self._placed(ids, table)
+        turns, table, experts = self._turns(ids)
+        if len(turns) == 1:
+            placed = table[1][experts].int().view(ids.shape)
             steps = self.steps(x, placed, w)
-            made, ends, _, rows = steps.rows(self._given(x, placed, w))
-            if y is None or slot_of is None:
-                y, slot_of = made, rows
-            else:
-                self.moves.put(made, ends, rows, y, slot_of)
-        assert y is not None
-        assert slot_of is not None
-        return steps.sum(y, slot_of, w)
+            y, _, _, slot_of = steps.rows(self._given(x, placed, w))
+            return steps.sum(y, slot_of, w)
+        count, k = ids.numel(), ids.shape[1]
+        order, more = (
+            table[0].short()[experts].sort(stable=True).indices,
+            max(t.size for t in turns),
+        )
+        turn_of, slots = (pad(of[experts[order]], (0, more), value=-1) for of in table.int())
+        order = pad(order, (0, more))
+        to, tokens, weights = order.int(), order // k, w.flatten()[order, None]
+        all_named = sum(t.rows for t in turns) == count
+        y = (x.new_empty if all_named else x.new_zeros)(count, x.shape[1])
+        for number, turn in self._copied(turns):
+            part = slice(turn.first, turn.first + turn.size)
+            placed = torch.where(turn_of[part] == number, slots[part], -1)[:, None]
+            given = x[tokens[part]], placed, weights[part]
+            made, ends, _, rows = self.steps(*given).rows(self._given(*given))
+            self.moves.put(made, ends, rows, y, to[part])
+        slot_of = torch.arange(count, dtype=torch.int32, device=self.device).view(ids.shape)
+        return self.steps(x, slot_of, w).sum(y, slot_of, w)
 
-    def _turns(self, ids: Tensor, half: int) -> tuple[Tensor, list[list[int]]]:
-        """The slots of experts in each turn, i32[turns, E] on the GPU, and the missed experts that
-        ids name, as many in each turn as there is room for. Waits for ids.
+    def _turns(self, ids: Tensor) -> tuple[list[Turn], Tensor, Tensor]:
+        """`turns_of` these ids, with the table on the GPU; and the expert of each id, E for none.
+        Waits for ids.
         """
         e = self.home.experts
         check_ids(ids, e, least=-1)
         named = torch.bincount(ids[ids >= 0], minlength=e)
         self.moves.uses += named.int()
         rows, there = named.cpu(), self.places
-        missed = ((rows > 0) & (there < 0)).nonzero().flatten().tolist()
-        turns = [missed[i : i + half] for i in range(0, len(missed), half)] or [[]]
+        turns, table = turns_of(rows, there, self.spare // 2, self._cached)
         hits, all_rows = int(rows[there >= 0].sum()), int(rows.sum())
-        self._long += Counters(1, hits, all_rows - hits, len(missed))
-        tables = torch.full((len(turns), e), -1, dtype=torch.int32)
-        tables[0] = there
-        for table, experts in zip(tables, turns, strict=True):
-            table[experts] = torch.arange(len(experts), dtype=torch.int32) + self._cached
-        return tables.to(self.device), turns
+        self._long += Counters(1, hits, all_rows - hits, sum(len(t.copied) for t in turns))
+        return turns, table.to(self.device), torch.where(ids < 0, e, ids).flatten().long()
+
+    def _copied(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+        """Turns and their numbers, when what each copies is in slots. What the next one copies
+        comes meanwhile, as it is at home.
+        """
+        packed, main = self._cached + self.spare // 2, torch.cuda.current_stream()
+        unpacked = main.record_event()
+        for number, turn in enumerate(turns):
+            if turn.copied:
+                main.wait_stream(self._side)
+                self.moves.unpack(self._packed, self._cached, len(turn.copied))
+                unpacked = main.record_event()
+            if number + 1 < len(turns):
+                self._side.wait_event(unpacked)
+                self._copy(turns[number + 1].copied, packed)
+            if turn.rows:
+                yield number, turn
 
     def _copy(self, experts: list[int], first: int) -> None:
         """Copies experts as they are at home, runs of them at once, by the GPU's copy engine."""
@@ -189,10 +208,6 @@ class Cuda:
                     home = self._there.get(name, self.home.tensors[name])
                     to = slots[first + i : first + j]
                     to.copy_(home[experts[i] : experts[j - 1] + 1], non_blocking=True)
-
-    def _placed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """The slots of ids; -1 for those that the table has none for."""
-        return torch.where(ids < 0, -1, table[ids.clamp(0)])
 
     def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step without room for copies: as many short ones as it takes."""

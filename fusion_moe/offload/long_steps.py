@@ -1,0 +1,58 @@
+"""The turns of a step that is too long to be decided about on the GPU: experts that are not there
+are copied in turns, while what is there by then is multiplied by.
+
+All on the host: it knows how many rows each expert has. A turn has the rows of its experts alone,
+so that more turns do not cost more; the rows of experts that were there before are spread over all
+turns but the last, so that the link never waits for products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Sizes of turns, each of which is prepared once: so many up to a power of two, and the smallest
+_STEPS, _LEAST = 16, 32
+
+
+@dataclass(frozen=True)
+class Turn:
+    """copied: experts; first, rows: of ids that are sorted by turns."""
+
+    copied: list[int]
+    first: int
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """So many rows are computed."""
+        each = max(_LEAST, (1 << self.rows.bit_length()) // _STEPS)
+        return -(-self.rows // each) * each
+
+
+def turns_of(named: Tensor, places: Tensor, each: int, first: int) -> tuple[list[Turn], Tensor]:
+    """The turns, and i64[2, E + 1]: of each expert its turn and its slot; last of no expert, which
+    has the turn after all and the slot -1.
+
+    named, places [E]: rows of experts, and their slots or -1; each: how many are copied in a turn,
+    into slots from `first` on. The first turn copies none.
+    """
+    missed = ((named > 0) & (places < 0)).nonzero().flatten()
+    copies = [[], *(part.tolist() for part in missed.split(each) if len(part))]
+    count, e = len(copies), len(named)
+    table = torch.full((2, e + 1), -1, dtype=torch.int64)
+    table[1, :e] = places
+    table[0, e] = count
+    there = torch.where(places < 0, 0, named)
+    before, shares = there.cumsum(0) - there, max(1, count - 1)
+    table[0, :e] = (before * shares // max(1, int(there.sum()))).clamp(max=shares - 1)
+    table[0, missed] = torch.arange(len(missed)) // each + 1
+    table[1, missed] = torch.arange(len(missed)) % each + first
+    rows = torch.zeros(count, dtype=torch.int64).index_add_(0, table[0, :e], named)
+    ends = rows.cumsum(0)
+    return [
+        Turn(copied, end - n, n)
+        for copied, end, n in zip(copies, ends.tolist(), rows.tolist(), strict=True)
+    ], table
