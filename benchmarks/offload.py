@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -181,7 +181,7 @@ class Layers:
             steps["peer"]()
             runs.append(steps)
             if self.kt:
-                want, by = of_layer["whole"].step(x, now, w), self.kt.steps(layer, direct, x, w)
+                want, by = of_layer["split"].step(x, now, w), self.kt.steps(layer, direct, x, w)
                 for name, step in by.items():
                     check(name, step(x, now, w), want)
                 kept.append(by)  # whose memory graphs use
@@ -191,12 +191,16 @@ class Layers:
         for first in range(0, len(ids), FEWEST):
             if first and time.monotonic() > end:
                 break
+            block = on_device[first : first + FEWEST]
             for of_layers in (runs, kt) if kt else (runs,):
-                for n in range(first, min(first + FEWEST, len(ids))):
-                    now.copy_(on_device[n])
-                    for name, run in of_layers[n % len(of_layers)].items():
-                        times[name].append(self.on.microseconds(run))
-            time.sleep(PAUSE if kt else 0)
+                for n, (number, name) in product(range(len(block)), enumerate(of_layers[0])):
+                    # ways have the same ids, but not one after the other: the CPU's caches have
+                    # what it has just read
+                    apart = number * len(block) // len(of_layers[0])
+                    now.copy_(block[(n + apart) % len(block)])
+                    run = of_layers[(n + number) % len(of_layers)][name]
+                    times[name].append(self.on.microseconds(run))
+                time.sleep(PAUSE if kt else 0)
         synchronize()
         return times
 

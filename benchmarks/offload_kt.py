@@ -21,7 +21,7 @@ INT4 = "AMXInt4_MOE"  # by AVX-512 without AMX
 # the fastest in results/cpu.md of those that take the sizes
 KERNELS = {"nvfp4": [INT4], "mxfp4": ["AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"]}
 ERROR = 0.35  # at most: that of int4 with a scale a row, and of activations in int8
-PAUSE = 0.07  # s; its threads spin for up to 0.05
+PAUSE = 0.07  # s; its threads spin for up to 0.05, and ours too
 
 
 class Kt:

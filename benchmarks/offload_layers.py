@@ -22,11 +22,13 @@ from fusion_moe.offload import machine as machines
 from fusion_moe.offload.device import Device, Home
 from fusion_moe.offload.pretended import Pretended
 from fusion_moe.offload.split import Constants
+from fusion_moe.offload.worker import Worker
 from fusion_moe.runtime.host_memory import pages
 
 SMALL = Path(__file__).parents[1] / "examples" / "tiny_qwen3_moe"
 CAPACITY, SPARE = 512, 16
 NEVER = 10**10  # nanoseconds: a way that is never chosen
+_IDLE = 30_000  # microseconds that the worker stays awake
 _RECORDED = 512  # tokens of a recorded sequence
 
 
@@ -160,9 +162,11 @@ class Gpu:
 
     def __init__(self) -> None:
         self._shared: dict[int, Any] = {}  # by features
+        # as if layers followed each other at once: between ours there are other ways
+        Worker.of_process(idle=_IDLE)
 
     def rates(self, home: Home) -> Constants:
-        return machines.of_gpu("cuda:0").constants(home.nbytes, home.macs)
+        return machines.of_gpu("cuda:0", home).constants(home.nbytes, home.macs)
 
     def make(self, home: Home, slots: int, spare: int, costs: Constants) -> Device:
         from fusion_moe.offload.cuda import Cuda, shared_of

@@ -65,19 +65,15 @@ class Cuda:
         self.shared = shared or shared_of(home, device)
         self.spare, self._cached = spare, slots
         self.limit = 0 if home.in_files else spare
-        self.layout = _layout(home, device)
+        self.layout = layout_of(home, device)
         self.slots = home.empty(max(slots + spare, 1), device)
-        large = {
-            name: t
-            for name, t in home.tensors.items()
-            if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0
-        }
+        large = large_of(home)
         self._pinned = {} if home.in_files else {name: pinned(t) for name, t in large.items()}
         # few bytes stay on the GPU whole
         self._there = {n: t.to(device) for n, t in home.tensors.items() if n not in large}
         # a step may read all this until it has ended
         weakref.finalize(self, _wait, device, os.getpid())
-        self.moves = self._moves(ENCODINGS[home.format])
+        self.moves = self._moves()
         self._steps: dict[Any, Steps] = {}
         self._side, self._changed = torch.cuda.Stream(device), torch.cuda.Event()
         # whether this change of the cache waits for earlier steps already, and the next step for it
@@ -86,12 +82,8 @@ class Cuda:
         self._read, self._told = torch.cuda.Event(), torch.zeros(home.experts, dtype=torch.int64)
         self._loaded, self._long = 0, Counters()  # of long steps
 
-    def _moves(self, encoding: Encoding) -> Moves:
-        order = encoding.element.tile_order if self.layout == W16X64.name else None
-        names = list(self.home.tensors)
-        shapes = [
-            Shape.of(t, _part(encoding, name), order) for name, t in self.home.tensors.items()
-        ]
+    def _moves(self) -> Moves:
+        shapes, names = [*shapes_of(self.home, self.layout).values()], list(self.home.tensors)
         slots = [self.slots[name] for name in names]
         at = {n: t.data_ptr() for n, t in self._there.items()}
         at |= {n: p.address for n, p in self._pinned.items()}
@@ -338,7 +330,23 @@ def host_program(call: Call) -> Descriptor:
     return found
 
 
-def _layout(home: Home, device: torch.device) -> str:
+def large_of(home: Home) -> dict[str, Tensor]:
+    """The tensors that are pinned; the others have few bytes."""
+    return {
+        name: t
+        for name, t in home.tensors.items()
+        if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0
+    }
+
+
+def shapes_of(home: Home, layout: str) -> dict[str, Shape]:
+    """How kernels copy each tensor into slots in a layout."""
+    encoding = ENCODINGS[home.format]
+    order = encoding.element.tile_order if layout == W16X64.name else None
+    return {n: Shape.of(t, _part(encoding, n), order) for n, t in home.tensors.items()}
+
+
+def layout_of(home: Home, device: torch.device) -> str:
     """In which experts lie in slots: that of the GPU's kernels, if experts can be copied into
     it.
     """

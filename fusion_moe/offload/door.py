@@ -289,12 +289,13 @@ def _maker(device: str, plan: plans.Plan) -> Maker:
 
     # a slow disk is no dead worker
     slow = max(layer.whole for layer in plan.model.layers) / _SLOWEST if plan.in_files else 0
-    on_gpu, shared = machines.of_gpu(device), list[Any]()
+    shared = list[Any]()
 
     def make(home: Home, slots: int, spare: int) -> Device:
         if not shared:
             shared.append(shared_of(home, torch.device(device), limit=LIMIT + slow))
-        made: Any = Cuda(home, slots, spare, _costs(on_gpu, home), shared[0], device)
+        costs = _costs(machines.of_gpu(device, home), home)
+        made: Any = Cuda(home, slots, spare, costs, shared[0], device)
         return made
 
     return lambda slots, spare: partial(make, slots=slots, spare=spare)

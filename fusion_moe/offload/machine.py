@@ -1,5 +1,5 @@
-"""How fast a machine's parts are, which the split's constants come from: measured once, and kept on
-disk, so that runs repeat.
+"""How fast a machine's parts are, which the split's constants come from: measured once for experts
+of a form, since kernels are not equally fast in all, and kept on disk, so that runs repeat.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..encodings import NVFP4, Quantized
 from ..errors import WorkerError
-from ..nn.frozen.experts import NVFP4Experts
 from ..runtime import cuda, store
-from ..runtime.host_memory import bandwidth, pages
+from ..runtime.host_memory import bandwidth
 from .desk import Desk
 from .device import Home
 from .split import Constants
 
-_EXPERTS, _HIDDEN, _INNER = 64, 2048, 1024  # 3.5 MB each: together more than caches hold
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
 _REPEATS = 31
@@ -85,17 +81,19 @@ EXPECTED = {
 PRETENDED = Machine(5e9, 4e9, 1e12, 5e9, 4e9, 2_000, 2_000)
 
 
-def measured(name: str, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Machine:
-    """This machine with a device of a name, from this process or an earlier one.
+def measured(name: str, home: Home, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Machine:
+    """This machine with a device of a name, for experts like those of a home; from this process or
+    an earlier one.
 
     starts(): the nanoseconds to hand rows over and to wait for them, and to begin a copy.
     """
+    like = home.format, home.activation_format, home.features, home.macs, home.nbytes
     key = store.key_of(
-        Path(__file__).read_bytes(), bandwidth.cpu(), str(torch.get_num_threads()), name
+        Path(__file__).read_bytes(), bandwidth.cpu(), str(torch.get_num_threads()), name, str(like)
     )
 
     def make(path: Path) -> None:
-        path.write_text(json.dumps(asdict(_measure(copy, *starts()))))
+        path.write_text(json.dumps(asdict(_measure(home, copy, *starts()))))
 
     return Machine(**json.loads(store.get_or_make(f"machine-{key}.json", make).read_text()))
 
@@ -105,22 +103,23 @@ def copy_alone(to: Tensor, t: Tensor) -> None:
     ctypes.memmove(to.data_ptr(), t.data_ptr(), t.nbytes)
 
 
-@cache
-def of_gpu(device: str) -> Machine:
-    """This machine with a GPU, whose kernels copy from pinned memory."""
+def of_gpu(device: str, home: Home) -> Machine:
+    """This machine with a GPU, whose kernels copy experts of a home from pinned memory."""
     from .turnaround import Copier, starts  # which looks for a GPU
 
+    if home.in_files:
+        return EXPECTED["H100"]  # nothing is copied from there, so nothing is to be decided
     on = torch.device(device)
-    found = measured(torch.cuda.get_device_name(on), Copier(on), lambda: starts(on))
+    name, copier = torch.cuda.get_device_name(on), Copier(on, home, _SOME)
+    found = measured(name, home, copier, lambda: starts(on))
     return replace(found, gpu=_OF_MEMORY * cuda.device_facts(cuda.index_of(on)).memory_bandwidth)
 
 
-def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
-    home = Home(made_layer(_EXPERTS, _HIDDEN, _INNER))
+def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine:
     desk = Desk(home, torch.bfloat16)
     start, expert = _line(home, desk)
     (many,) = _products(home, desk, 1, rows=_MANY)
-    _, alone = _of_line(*(_usual(_copies(home, copy, n)) for n in (1, _SOME)))
+    _, alone = _of_line(home, *(_usual(_copies(home, copy, n)) for n in (1, _some(home))))
     copy_beside, cpu_beside = _beside(home, desk, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
@@ -133,43 +132,25 @@ def _measure(copy: Copy, hand_over: int, copy_start: int) -> Machine:
     )
 
 
+def _some(home: Home) -> int:
+    return max(2, min(_SOME, home.experts))
+
+
 def _line(home: Home, desk: Desk) -> tuple[float, float]:
     """Nanoseconds that the CPU's products take to begin, and for each expert."""
-    return _of_line(*_products(home, desk, 1, _SOME))
+    return _of_line(home, *_products(home, desk, 1, _some(home)))
 
 
-def _of_line(one: float, some: float) -> tuple[float, float]:
+def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
     """The same, by the time of one and of some experts."""
-    expert = max((some - one) / (_SOME - 1), some / _SOME / 2)  # noise is no speed
+    count = _some(home)
+    expert = max((some - one) / (count - 1), some / count / 2)  # noise is no speed
     return max(one - expert, 1000), expert
 
 
 def _usual(times: list[float]) -> float:
     """Of times that other programs may have made longer."""
     return sorted(times)[len(times) // 4]
-
-
-def made_layer(experts: int, hidden: int, inner: int) -> NVFP4Experts:
-    """Experts with random codes, and scales as trained models have them: zeros would be computed
-    by other kernels.
-    """
-    g = torch.Generator().manual_seed(0)
-
-    def weight(n: int, k: int) -> Quantized:
-        parts = []
-        for part in NVFP4.parts:
-            t = pages.empty(NVFP4.part_shape(part, [experts], n, k), part.dtype)
-            if part.of_matrix:
-                t.fill_(2.0**-9)
-            else:
-                most = 0x60 if part.of_blocks else 256
-                t.view(torch.uint8).random_(0x20, most, generator=g)
-            parts.append(t)
-        return Quantized(*parts, encoding=NVFP4)
-
-    made = NVFP4Experts(weight(2 * inner, hidden), weight(hidden, inner))
-    made.order()
-    return made
 
 
 def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float]:
@@ -198,7 +179,7 @@ def _copies(home: Home, copy: Copy, count: int) -> list[float]:
     times = []
     for i in range(2 * _REPEATS):
         start = time.perf_counter_ns()
-        copy(home.tensors, i * count % (home.experts - count + 1), count)
+        copy(home.tensors, i * count % max(1, home.experts - count + 1), min(count, home.experts))
         times.append(float(time.perf_counter_ns() - start))
     return times[1:]
 
@@ -209,7 +190,7 @@ def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
 
     def work() -> None:
         while not end.is_set():
-            copies.extend(_copies(home, copy, _SOME))
+            copies.extend(_copies(home, copy, _some(home)))
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work)
@@ -218,7 +199,7 @@ def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
         finally:
             end.set()
         other.result()  # raises what went wrong there
-    return _usual(copies) / _SOME, cpu
+    return _usual(copies) / _some(home), cpu
 
 
 def _ns(amount: float, rate: float) -> int:

@@ -1,4 +1,4 @@
-"""Memory of the host that GPUs read and write: tensors on pages of their own, pinned in pieces.
+"""Memory of the host that GPUs read and write: tensors on pages of their own, pinned.
 
 home = pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
 home.address                # at which kernels find it; unpinned when `home` is no more
@@ -22,12 +22,12 @@ from ..errors import BuildError, PinError
 from ..layouts.groups import ceil_to
 from ..runtime import cuda
 
-_PIECE = 2**30  # bytes pinned at once
 _LINE = 256  # bytes: what arrays of a staging begin at multiples of
 
 
 class Pinned:
-    """A contiguous CPU tensor, pinned for as long as this lives. PinError if that is refused.
+    """A contiguous CPU tensor, pinned for as long as this lives: at once, since the GPU's copy
+    engine copies nothing that lies in two pinned pieces. PinError if that is refused.
 
     address: of its first byte, for kernels.
     """
@@ -37,24 +37,11 @@ class Pinned:
         self.address = t.data_ptr()
         if not pin:
             return
-        done: list[int] = []
-        self._undo = weakref.finalize(self, _unpin, done, os.getpid())
-        for start in range(0, t.nbytes, _PIECE):
-            at, nbytes = t.data_ptr() + start, min(_PIECE, t.nbytes - start)
-            try:
-                mapped = cuda.pin(at, nbytes)
-            except BuildError as error:
-                self._undo()
-                raise _refused(t.nbytes, start, error) from None
-            done.append(at)
-            if start == 0:
-                self.address = mapped
-            elif mapped != self.address + start:
-                self._undo()
-                raise PinError(
-                    f"pieces of {t.nbytes / 2**30:.1f} GiB are mapped apart on the GPU",
-                    expected="a driver with unified addresses",
-                )
+        try:
+            self.address = cuda.pin(self.address, t.nbytes)
+        except BuildError as error:
+            raise _refused(t.nbytes, error) from None
+        self._undo = weakref.finalize(self, _unpin, t.data_ptr(), os.getpid())
 
 
 _all: WeakValueDictionary[tuple[int, int], Pinned] = WeakValueDictionary()
@@ -88,17 +75,16 @@ class Staging:
         self.addresses = {name: self._pinned.address + offset for name, offset in offsets.items()}
 
 
-def _unpin(done: list[int], process: int) -> None:
-    while done and os.getpid() == process:
-        cuda.unpin(done.pop())
+def _unpin(address: int, process: int) -> None:
+    if os.getpid() == process:
+        cuda.unpin(address)
 
 
-def _refused(wanted: int, done: int, error: BuildError) -> PinError:
+def _refused(wanted: int, error: BuildError) -> PinError:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     return PinError(
-        f"{wanted / 2**30:.1f} GiB of RAM could not be pinned after {done / 2**30:.1f} GiB: "
-        f"{error.found}; ulimit -l is {limit}",
+        f"{wanted / 2**30:.1f} GiB of RAM could not be pinned: {error.found}; ulimit -l is {limit}",
         todo="raise the limit (ulimit -l unlimited; in containers --ulimit memlock=-1), or offload "
         "fewer experts",
     )

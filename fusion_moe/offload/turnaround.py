@@ -14,9 +14,11 @@ from torch import Tensor
 from ..runtime.faults import synchronize
 from ..runtime.host_memory import pages
 from . import launches
+from .cuda import large_of, layout_of, shapes_of
+from .device import Home
 from .launches import Kernel, Parts, Shape
 from .moves import COPYING, Moves, Shared
-from .pinned import Pinned
+from .pinned import Pinned, pinned
 from .worker import nothing
 
 _EXPERTS, _BYTES = 64, 2**16  # a microsecond's over PCIe
@@ -68,29 +70,32 @@ class Turnaround:
 
 
 class Copier:
-    """copier(tensors, first, count): copies entries of CPU tensors to the GPU by kernels, as steps
-    do, and waits. The tensors are the same in all calls.
+    """copier(tensors, first, count): copies experts of a home to the GPU by kernels, as steps do,
+    and waits. most: how many at once.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, home: Home, most: int):
+        self.device, self.home, self.most = device, home, most
         self._load: Kernel | None = None
 
     def __call__(self, tensors: dict[str, Tensor], first: int, count: int) -> None:
         with torch.cuda.device(self.device):
             if self._load is None:
-                self._begin(tensors)
+                self._begin()
                 self._load = Kernel(launches.load(), COPYING)
             stream = torch.cuda.current_stream()
             self._load(stream.cuda_stream, [first, 0, count, self._parts.address])
             stream.synchronize()
 
-    def _begin(self, tensors: dict[str, Tensor]) -> None:
-        large = [t for t in tensors.values() if t.nbytes >= pages.PAGE]
-        self._pinned = [Pinned(t) for t in large]
-        slots = [torch.zeros_like(t, device=self.device) for t in large]
-        addresses = [p.address for p in self._pinned]
-        self._parts = Parts([Shape.of(t) for t in large], addresses, slots)
+    def _begin(self) -> None:
+        shapes = shapes_of(self.home, layout_of(self.home, self.device))
+        self._pinned = {name: pinned(t) for name, t in large_of(self.home).items()}
+        slots = self.home.empty(self.most, self.device)
+        self._parts = Parts(
+            [shapes[name] for name in self._pinned],
+            [p.address for p in self._pinned.values()],
+            [slots[name] for name in self._pinned],
+        )
 
 
 def starts(device: torch.device) -> tuple[int, int]:

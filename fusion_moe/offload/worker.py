@@ -46,12 +46,12 @@ class Worker:
         self.stop = weakref.finalize(self, library().offload_stop, self.handle)
 
     @classmethod
-    def of_process(cls) -> Worker:
-        """The one of this process, on all CPUs but two."""
+    def of_process(cls, idle: int = _IDLE) -> Worker:
+        """The one of this process, on all CPUs but two. idle: of one that this starts."""
         with _starting:
             found = cls._of_process
             if found is None or found._process != os.getpid() or not found.stop.alive:
-                found = cls._of_process = Worker(max(1, bandwidth.cpus() - _SPARE))
+                found = cls._of_process = Worker(max(1, bandwidth.cpus() - _SPARE), idle)
             return found
 
     def model(self, staging: Staging) -> Model:

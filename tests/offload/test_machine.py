@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fusion_moe import options
+from fusion_moe.encodings import NVFP4, Quantized
+from fusion_moe.nn import NVFP4Experts
 from fusion_moe.offload import machine
 from fusion_moe.offload.desk import Desk
 from fusion_moe.offload.device import Home
@@ -18,7 +20,28 @@ from fusion_moe.offload.worker import library
 pytestmark = pytest.mark.once
 
 
-def test_measured_once(tmp_path, monkeypatch):
+def made_layer(experts: int, hidden: int, inner: int) -> NVFP4Experts:
+    """Experts with random codes, and scales as trained models have them."""
+    g = torch.Generator().manual_seed(0)
+
+    def weight(n: int, k: int) -> Quantized:
+        parts = []
+        for part in NVFP4.parts:
+            t = torch.empty(NVFP4.part_shape(part, [experts], n, k), dtype=part.dtype)
+            if part.of_matrix:
+                t.fill_(2.0**-9)
+            else:
+                most = 0x60 if part.of_blocks else 256
+                t.view(torch.uint8).random_(0x20, most, generator=g)
+            parts.append(t)
+        return Quantized(*parts, encoding=NVFP4)
+
+    made = NVFP4Experts(weight(2 * inner, hidden), weight(hidden, inner))
+    made.order()
+    return made
+
+
+def test_measured_once(tmp_path):
     slot: dict[str, Tensor] = {}
 
     def copy(tensors: dict[str, Tensor], first: int, count: int) -> None:
@@ -26,13 +49,13 @@ def test_measured_once(tmp_path, monkeypatch):
             for name, t in tensors.items():
                 copy_alone(slot.setdefault(name, torch.zeros_like(t[0])), t[i])
 
-    monkeypatch.setattr(machine, "_EXPERTS", 16)
-    monkeypatch.setattr(machine, "_HIDDEN", 256)
-    monkeypatch.setattr(machine, "_INNER", 128)
+    home = Home(made_layer(16, 256, 128))
     library()  # is not compiled into another folder
     with options.override(cache_dir=str(tmp_path)):
-        found = machine.measured("a device", copy, lambda: (1000, 2000))
-        again = machine.measured("a device", copy, lambda: 1 // 0)
+        found = machine.measured("a device", home, copy, lambda: (1000, 2000))
+        again = machine.measured("a device", home, copy, lambda: 1 // 0)
+        other = Home(made_layer(1, 128, 64))
+        assert machine.measured("a device", other, copy, lambda: (1000, 2000)) != found
     assert found == again
     rates = found.cpu, found.cpu_beside, found.macs, found.copy, found.copy_beside
     assert all(1e6 < rate < 1e14 for rate in rates)
@@ -43,7 +66,7 @@ def test_measured_once(tmp_path, monkeypatch):
 
 def test_products_are_timed_by_the_worker():
     """What an expert takes by the constants is what steps pay: no call from Python is in it."""
-    desk = Desk(Home(machine.made_layer(16, 256, 128)), torch.bfloat16)
+    desk = Desk(Home(made_layer(16, 256, 128)), torch.bfloat16)
     x, ids, w = torch.ones(1, 256, dtype=torch.bfloat16), torch.zeros(1, 1).long(), torch.ones(1, 1)
     before = desk.busy()
     desk.computed(x, ids, w)
