@@ -40,7 +40,7 @@ from typing import Any
 import results
 import torch
 from offload_beside import Beside, beside
-from offload_kt import PAUSE, Kt, check
+from offload_kt import PAUSE, Kt, is_right
 from offload_layers import (
     MODELS,
     SPARE,
@@ -182,8 +182,7 @@ class Layers:
             runs.append(steps)
             if self.kt:
                 want, by = of_layer["split"].step(x, now, w), self.kt.steps(layer, direct, x, w)
-                for name, step in by.items():
-                    check(name, step(x, now, w), want)
+                by = {n: step for n, step in by.items() if is_right(n, step(x, now, w), want)}
                 kept.append(by)  # whose memory graphs use
                 kt.append({n: self.on.replayed(step, x, now, w) for n, step in by.items()})
         times: dict[str, list[float]] = {n: [] for n in (*WAYS, *(kt[0] if kt else ()))}

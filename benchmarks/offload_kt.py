@@ -94,11 +94,12 @@ class Step:
             to.copy_(t, non_blocking=True)
 
 
-def check(name: str, found: Tensor, want: Tensor) -> None:
-    """That a step computes the layer, as far as its format lets it. RuntimeError if not."""
+def is_right(name: str, found: Tensor, want: Tensor) -> bool:
+    """Whether a step computes the layer, as far as its format lets it; else it is left out."""
     error = float((found.float() - want.float()).norm() / want.float().norm())
     if not error <= ERROR:
-        raise RuntimeError(f"{name}: {error:.3f} of the result is wrong")
+        print(f"{name} is left out: {error:.3f} of the result is wrong", flush=True)
+    return error <= ERROR
 
 
 def _weights(home: Home, name: str) -> Quantized:
