@@ -106,9 +106,15 @@ struct FindMisses {
         if (blockIdx.x == 0 && first == 0) {
             Counts& counts = *step.counts;
             counts.rows = broken ? 0 : handed;
-            counts.steps += 1, counts.hits += hits, counts.computed_rows += handed;
-            counts.copied += copied, counts.computed += missed - copied;
-            for (i32 i = 0; i < copied; ++i) counts.copied_rows += rows[order[i]];
+            i32 of_copied = 0;
+            for (i32 i = 0; i < copied; ++i) of_copied += rows[order[i]];
+            // additions that nothing waits for
+            const auto add = [](u64& to, i32 n) { atomicAdd(&to, u64(n)); };
+            add(counts.steps, 1), add(counts.hits, hits);
+            if (missed > 0) {
+                add(counts.copied_rows, of_copied), add(counts.computed_rows, handed);
+                add(counts.copied, copied), add(counts.computed, missed - copied);
+            }
             if (broken) report(error, NO_ANSWER, 0, 0);
         }
         return {copied, broken ? 0 : handed, order, listed};

@@ -22,6 +22,7 @@ inline void __syncthreads() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline i32 atomicAdd(i32* p, i32 by) { return __atomic_fetch_add(p, by, __ATOMIC_RELAXED); }
+inline void atomicAdd(u64* p, u64 by) { __atomic_fetch_add(p, by, __ATOMIC_RELAXED); }
 inline i32 atomicCAS(i32* p, i32 old, i32 x) {
     __atomic_compare_exchange_n(p, &old, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return old;
