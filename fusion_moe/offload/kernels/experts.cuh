@@ -49,7 +49,7 @@ struct Part {
     static constexpr i64 PIECES = 8 * 32;  // of a warp
 
     __device__ __forceinline__ i64 across() const {
-        return kind == NIBBLES ? (tiles + 3) / 4 : (tiles + 31) / 32;
+        return kind == NIBBLES ? (tiles + (tiles % 4 ? 3 : 0) + 3) / 4 : (tiles + 31) / 32;
     }
 
     template <class Piece>
@@ -66,18 +66,20 @@ struct Part {
     }
 
     // Four tiles: a lane reads 16 codes of a row, the lane 16 further those of the row 8 further.
-    // The two exchange halves, for a tile has both rows in each byte.
-    __device__ __forceinline__ void nibbles(const u8* from, u8* to, i64 strip, i32 tile) const {
+    // The two exchange halves, for a tile has both rows in each byte. Memory is read 128 bytes at
+    // once: a row that begins within these has a smaller unit first.
+    __device__ __forceinline__ void nibbles(const u8* from, u8* to, i64 strip, i32 unit) const {
         const i32 lane = threadIdx.x % 32, half = lane / 16, block = lane % 16;
-        tile += block / 4;
-        const bool here = tile < tiles;
         const i64 row_bytes = tiles * 32;
-        from += (strip * TILE_ROWS + half * 8) * row_bytes + tile * 32 + block % 4 * 8;
-        to += (strip * tiles + tile) * 512 + block % 4 * 16 + half * 8;
+        const auto tile_of = [&](int r) { return unit + block / 4 - r * i32(tiles) % 4; };
+        const auto here = [&](int r) { return tile_of(r) >= 0 && tile_of(r) < tiles; };
+        from += (strip * TILE_ROWS + half * 8) * row_bytes + block % 4 * 8;
+        to += strip * tiles * 512 + block % 4 * 16 + half * 8;
         uint2 row[8];
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-            row[r] = here ? load_no_allocate_8(from + r * row_bytes) : uint2{0, 0};
+            row[r] =
+                here(r) ? load_no_allocate_8(from + r * row_bytes + tile_of(r) * 32) : uint2{0, 0};
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
             const u32 low = __byte_perm(row[r].x, row[r].y, 0x5410),
@@ -85,8 +87,8 @@ struct Part {
             const u32 mine = half ? high : low,
                       other = __shfl_xor_sync(WHOLE_WARP, half ? low : high, 16);
             const u32 upper = half ? other : mine, lower = half ? mine : other;
-            if (here)
-                *reinterpret_cast<uint2*>(to + r * 64) =
+            if (here(r))
+                *reinterpret_cast<uint2*>(to + tile_of(r) * 512 + r * 64) =
                     uint2{word(upper, lower, 0), word(upper, lower, 8)};
         }
     }
