@@ -28,6 +28,9 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         const i64 blocks = work_tile.p->K / BLOCK;
         for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
             const Columns c = work_tile.columns<MXFP4>(column_block);
+            Range all;
+            for (int i = 0; i < LANES; ++i) all.add(c.scales[i], blocks);
+            if (all.good()) continue;
             for (int i = 0; i < LANES; ++i) {
                 if (!all_in_range(c.scales[i], blocks) &&
                     !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks))
@@ -77,11 +80,37 @@ struct MXFP4 : E2M1Weight<MXFP4> {
 #endif
 
   private:
+    // The least and the largest of bytes. Rows end with some that are seen twice, rather than with
+    // some alone.
+    class Range {
+        static constexpr int WIDTH = 32;
+        using Lanes [[gnu::vector_size(WIDTH)]] = u8;
+        Lanes least_ = Lanes{} - 1, most_{};
+
+      public:
+        void add(const u8* bytes, i64 count) {
+            Lanes some;
+            for (i64 at = 0; at < count; at += WIDTH) {
+                if (count >= WIDTH)
+                    std::memcpy(&some, bytes + std::min(at, count - WIDTH), WIDTH);
+                else
+                    for (int i = 0; i < WIDTH; ++i) some[i] = bytes[i % count];
+                least_ = some < least_ ? some : least_, most_ = some > most_ ? some : most_;
+            }
+        }
+
+        bool good() const {
+            const Lanes bad = Lanes((least_ < FIRST) | (most_ > LAST));
+            u64 words[WIDTH / 8];
+            std::memcpy(words, &bad, WIDTH);
+            return !(words[0] | words[1] | words[2] | words[3]);
+        }
+    };
+
     static bool all_in_range(const u8* scales, i64 blocks) {
-        u8 least = 255, most = 0;
-        for (i64 b = 0; b < blocks; ++b)
-            least = std::min(least, scales[b]), most = std::max(most, scales[b]);
-        return least >= FIRST && most <= LAST;
+        Range all;
+        all.add(scales, blocks);
+        return all.good();
     }
 
     static bool in_range_but_for_zeros(const u8* scales, const u8* codes, i64 blocks) {
