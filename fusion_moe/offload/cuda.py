@@ -40,6 +40,7 @@ from .split import Constants
 from .steps import Steps, fusion_of_call, steps_of
 
 CAPACITY = 512  # rows of experts of a step that decodes
+_PIECES = 4  # of what a turn of a long step copies
 
 
 class Cuda:
@@ -177,18 +178,23 @@ class Cuda:
 
     def _copied(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
         """Turns and their numbers, when what each copies is in slots. What the next one copies
-        comes meanwhile, as it is at home.
+        comes meanwhile, as it is at home, in pieces: where one is unpacked, another one comes.
         """
-        packed, main = self._cached + self.spare // 2, torch.cuda.current_stream()
-        unpacked = main.record_event()
+        half, main = self.spare // 2, torch.cuda.current_stream()
+        each = -(-half // _PIECES)
+        free = [main.record_event()] * _PIECES
         for number, turn in enumerate(turns):
             if turn.copied:
                 main.wait_stream(self._side)
-                self.moves.unpack(self._packed, self._cached, len(turn.copied))
-                unpacked = main.record_event()
+                for i, first in enumerate(range(0, len(turn.copied), each)):
+                    count = min(each, len(turn.copied) - first)
+                    self.moves.unpack(self._packed, first, self._cached + first, count)
+                    free[i] = main.record_event()
             if number + 1 < len(turns):
-                self._side.wait_event(unpacked)
-                self._copy(turns[number + 1].copied, packed)
+                following = turns[number + 1].copied
+                for i, first in enumerate(range(0, len(following), each)):
+                    self._side.wait_event(free[i])
+                    self._copy(following[first : first + each], self._cached + half + first)
             if turn.rows:
                 yield number, turn
 
@@ -237,7 +243,7 @@ class Cuda:
             else:  # through a spare slot, which long steps use too
                 with self.shared.turns.next():
                     self._copy([expert], self._cached + self.spare // 2)
-                    self.moves.unpack(self._packed, slot, 1)
+                    self.moves.unpack(self._packed, 0, slot, 1)
         self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
         self._loaded += 1
 

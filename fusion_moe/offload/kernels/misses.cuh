@@ -75,6 +75,7 @@ struct FindMisses {
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
         for (i32 e = first; e < E; e += by) rows[e] = 0;
         if (first == 0) missed = copied = hits = handed = 0;
+        prefetch_all();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         __syncthreads();
@@ -121,6 +122,13 @@ struct FindMisses {
     }
 
   private:
+    // What is read one after the other. Weights have been read since the last step, so that L2 has
+    // none of it.
+    __device__ __forceinline__ void prefetch_all() const {
+        if (threadIdx.x == 0) prefetch(version), prefetch(step.exchange), prefetch(step.counts);
+        for (i64 i = 32 * threadIdx.x; i < 2 * experts; i += 32 * blockDim.x) prefetch(tables + i);
+    }
+
     // The version of the table that the first block to ask finds: another one may be published
     // meanwhile.
     __device__ __forceinline__ i32 agree() const {

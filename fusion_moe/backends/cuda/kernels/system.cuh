@@ -39,6 +39,11 @@ __device__ __forceinline__ void store_flag(i32* p, i32 x) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
+// Has a line of memory brought into L2, without waiting for it.
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // What a counter of this GPU was before one is added.
 __device__ __forceinline__ u32 add_ticket(u32* p) {
     u32 x;
