@@ -17,11 +17,11 @@ most often are there. Steps are CUDA graphs, alternated in one process: with mis
 rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py), steps with its experts on the CPU and
 ours on the GPU ("kt", of offload_kt.py) follow in blocks, since its threads spin.
 
-Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's time and of the
-split's by its model (fusion_moe/offload/split.py), with the machine's constants. What the model
-says of both pure ways is printed as a part of what was measured: it should be 0.85 to 1.15. Prompts
-stream the experts that are not there; their rate is that of the bytes copied. offload_beside.py has
-what the CPU reads beside copies.
+Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's
+time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
+What the model says of both pure ways is printed as a part of what was measured: it should be 0.85
+to 1.15. Prompts stream the experts that are not there; their rate is that of the bytes copied.
+offload_beside.py has what the CPU reads beside copies.
 """
 
 from __future__ import annotations
