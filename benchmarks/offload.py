@@ -11,11 +11,12 @@ there; --models, --resident, --routings, --tokens and --prompts choose cells.
 Weights are made up, in the sizes of the models, in several layers that take turns, so that CPUs do
 not find the last step's experts in their caches. Ids are drawn evenly, by Zipf's law with exponent
 1.2, or are those that a text makes (`recorded` of offload_layers.py); the experts that are named
-most often are there. Steps are CUDA graphs, alternated in one process: with misses divided
-("split"), all computed by the CPU ("cpu"), all copied ("copy"), of a layer that is there whole
-("whole"), of the operation without any of this ("plain"), and, without a graph, plain offloading
-rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py), steps with its experts on the CPU and
-ours on the GPU ("kt", of offload_kt.py) follow in blocks, since its threads spin.
+most often are there. Steps are CUDA graphs, alternated in one process, each way with other ones of
+the same ids: with misses divided ("split"), all computed by the CPU ("cpu"), all copied ("copy"),
+of a layer that is there whole ("whole"), of the operation without any of this ("plain"), and,
+without a graph, plain offloading rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py),
+steps with its experts on the CPU and ours on the GPU ("kt", of offload_kt.py) follow in blocks,
+since its threads spin.
 
 Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's
 time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
