@@ -22,7 +22,6 @@ from ..runtime import cuda, nvrtc
 
 HERE = Path(__file__).parent / "kernels"
 THREADS, SUMMING = 512, 64  # of a block; of one that sums
-_AT_ONCE = 8  # slots whose rows a thread reads before it adds them
 MOST_PARTS = 12  # of kernels/experts.cuh
 CTYPES = {torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "f16"}
 CTYPES[torch.float32] = "float"
@@ -47,8 +46,8 @@ def begin_step(ids: torch.dtype, weights: torch.dtype) -> str:
     return text("begin_step", "begin", parameter, body)
 
 
-def end_step(x: torch.dtype, weights: torch.dtype, slots: int) -> str:
-    parameter = f"EndStep<{CTYPES[x]}, {CTYPES[weights]}, {min(slots, _AT_ONCE)}>"
+def end_step(x: torch.dtype, weights: torch.dtype, slots: int, features: int) -> str:
+    parameter = f"EndStep<{CTYPES[x]}, {CTYPES[weights]}, {slots}, {features}>"
     return text("end_step", "handover", parameter, "s.run();", SUMMING)
 
 

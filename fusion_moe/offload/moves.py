@@ -130,9 +130,9 @@ class Moves:
         """The sums [T, H] of y [T * k, H] with slot_of i32[T, k], weighted with w [T, k] if given:
         when the rows are there that the worker computes. After `begin` and another kernel.
         """
-        stream, (tokens, slots), features = cuda.stream(self.device), slot_of.shape, y.shape[1]
-        sums, at = y.new_empty(tokens, features), 0 if w is None else w.data_ptr()
-        numbers = [tokens, slots, features, int(self.shared.limit * 1e9), slot_of.data_ptr(), at]
+        stream, (tokens, slots) = cuda.stream(self.device), slot_of.shape
+        sums, at = y.new_empty(tokens, y.shape[1]), 0 if w is None else w.data_ptr()
+        numbers = [tokens, int(self.shared.limit * 1e9), slot_of.data_ptr(), at]
         numbers += [y.data_ptr(), sums.data_ptr(), *self._step, *self.shared.letters, self._fault]
         dtype = torch.float32 if w is None else w.dtype
         pieces = tokens * y[0].nbytes // 16
@@ -186,8 +186,8 @@ class Moves:
 
     def _end(self, weights: torch.dtype, slots: int) -> Kernel:
         made = partial(Kernel, overlaps=True, threads=launches.SUMMING)
-        source = partial(launches.end_step, self.shared.dtype, weights, slots)
-        return self._kernel((weights, slots), lambda: made(source()))
+        form = self.shared.dtype, weights, slots, self.shared.features
+        return self._kernel((weights, slots), lambda: made(launches.end_step(*form)))
 
     def _kernel(self, key: object, make: Callable[[], Kernel]) -> Kernel:
         if key not in self._kernels:

@@ -79,7 +79,7 @@ def gpu(folder, monkeypatch):
         def __init__(self, source: str, blocks: int = 0, **how):
             name = launches.name_of(source)
             of = source.partition("<")[2].partition(">")[0].split(", ")
-            suffix = {"begin_step": of, "end_step": of[1:2]}.get(name, [])
+            suffix = {"begin_step": of, "end_step": of[1:]}.get(name, [])
             self.run = getattr(experts if name == "load" else steps, "_".join([name, *suffix]))
             self.run.restype, self.begins = ctypes.POINTER(ctypes.c_int32), name == "begin_step"
 

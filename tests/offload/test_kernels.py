@@ -129,7 +129,7 @@ def test_rows_go_to_the_worker_and_back(folder):
 
 SOURCES = [
     launches.begin_step(torch.int64, torch.float32),
-    launches.end_step(torch.bfloat16, torch.float32, 8),
+    launches.end_step(torch.bfloat16, torch.float32, 8, 4096),
     *(launches.put_rows(), launches.load()),
 ]
 

@@ -19,6 +19,7 @@ struct BeginStep {
     // memory: of FindMisses
     __device__ __forceinline__ void run(i32* memory) const {
         const auto found = misses.run(memory);
+        if (found.copied + found.rows == 0) return;
         if (blockIdx.x >= copying) return rows.run(i32(copying), found.rows, found.ids);
         parts->copy(found.copied, misses.cached, copying, [&](i64 i) { return found.order[i]; });
     }

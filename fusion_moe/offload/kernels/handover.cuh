@@ -57,56 +57,56 @@ struct HandOver {
 // rows or does not answer in time, its rows are left as they are, and the fault is reported; it is
 // not asked again. There is another kernel between the one that handed rows over and this one,
 // which therefore knows what that wrote before the kernel before it has ended.
-template <class T, class Weight, i32 AT_ONCE>
+template <class T, class Weight, i32 SLOTS, i32 WIDTH>
 struct EndStep {
     enum Why : i32 { GONE = 1, LATE = 2, REFUSED = 3 };
-    i64 tokens, slots, width, limit;  // nanoseconds
-    const i32* slot_of;               // [tokens, slots]: the row of each id in y
-    const Weight* weights;            // the same; null: ones
-    T *y, *sums;                      // [tokens * slots, width], [tokens, width]
+    i64 tokens, limit;      // nanoseconds
+    const i32* slot_of;     // [tokens, SLOTS]: the row of each id in y
+    const Weight* weights;  // the same; null: ones
+    T *y, *sums;            // [tokens * SLOTS, WIDTH], [tokens, WIDTH]
     Step step;
     Letters letters;
     i64* error;
 
     __device__ __forceinline__ void run() const {
-        if (step.counts->rows > 0) {
+        if (__builtin_expect(step.counts->rows > 0, 0)) {
             griddepcontrol_wait();
             if (has_answer()) take_rows();
         }
         combine_slots<V, AT_ONCE, true>(
-            y, tokens, width, i32(slots), [&](i64 t, i64 s) { return slot_of[t * slots + s]; },
-            [&](i64 t, i64 s) { return weights ? widen(weights[t * slots + s]) : 1.f; },
+            y, tokens, WIDTH, SLOTS, [&](i64 t, i64 s) { return slot_of[t * SLOTS + s]; },
+            [&](i64 t, i64 s) { return weights ? widen(weights[t * SLOTS + s]) : 1.f; },
             [&](i64 t, i64 j, const float (&total)[V]) {
                 Vector<T, V> sum;
 #pragma unroll
                 for (int v = 0; v < V; ++v) sum.at[v] = narrow<T>(total[v]);
-                store_vector<V>(sums + t * width + j, sum);
+                store_vector<V>(sums + t * WIDTH + j, sum);
             });
     }
 
   private:
-    static constexpr int V = 16 / sizeof(T);
+    static constexpr int V = 16 / sizeof(T), AT_ONCE = SLOTS < 8 ? SLOTS : 8;
 
     // Puts what the worker made where it belongs: a thread what it adds itself.
     __device__ __forceinline__ void take_rows() const {
-        const i64 pieces = width / V;
+        constexpr i32 pieces = WIDTH / V;
         for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < tokens * pieces;
              i += i64(gridDim.x) * blockDim.x) {
-            const i64 id = i / pieces * slots, j = i % pieces * V;
-            for (i32 first = 0; first < slots; first += AT_ONCE) {
+            const i64 id = i / pieces * SLOTS, j = i % pieces * V;
+            for (i32 first = 0; first < SLOTS; first += AT_ONCE) {
                 Vector<T, V> made[AT_ONCE];
                 i32 from[AT_ONCE];
 #pragma unroll
                 for (int s = 0; s < AT_ONCE; ++s) {
-                    from[s] = first + s < slots ? step.handed[id + first + s] : NOWHERE;
+                    from[s] = first + s < SLOTS ? step.handed[id + first + s] : NOWHERE;
                     if (from[s] >= 0)
                         made[s] = load_vector<V>(reinterpret_cast<const T*>(letters.results) +
-                                                 from[s] * width + j);
+                                                 from[s] * WIDTH + j);
                 }
 #pragma unroll
                 for (int s = 0; s < AT_ONCE; ++s)
                     if (from[s] >= 0)
-                        store_vector<V>(y + slot_of[id + first + s] * width + j, made[s]);
+                        store_vector<V>(y + slot_of[id + first + s] * WIDTH + j, made[s]);
             }
         }
     }

@@ -67,12 +67,14 @@ struct FindMisses {
         const i32 *order, *ids;
     };
 
-    // memory: i32[3 * experts + 2 * count]
+    // memory: i32[3 * experts + 2 * count]. A step without misses runs few instructions, one after
+    // the other: no cache has them.
     __device__ __forceinline__ Found run(i32* memory) const {
         __shared__ i32 table, missed, copied, hits, handed;
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
                    *const on_cpu = order + experts, *const listed = on_cpu + count;
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
+#pragma unroll 1
         for (i32 e = first; e < E; e += by) rows[e] = 0;
         if (first == 0) missed = copied = hits = handed = 0;
         prefetch_all();
@@ -80,6 +82,7 @@ struct FindMisses {
         griddepcontrol_launch_dependents();
         __syncthreads();
         if (first == 0) table = agree();
+#pragma unroll 1
         for (i32 i = first; i < n; i += by) {
             const i64 id = i64(ids[i]);
             if (id >= 0 && id < experts) atomicAdd(rows + id, 1);
@@ -87,6 +90,7 @@ struct FindMisses {
         }
         __syncthreads();
         if (first == by - 1) leave();
+#pragma unroll 1
         for (i32 e = first; e < E; e += by) {
             const i32 slot = load_flag(tables + table * experts + e);
             fate[e] = slot >= 0 && slot < cached ? slot : NOWHERE;
@@ -95,29 +99,22 @@ struct FindMisses {
             fate[e] == NOWHERE ? atomicAdd(&missed, 1) : atomicAdd(&hits, rows[e]);
         }
         __syncthreads();
-        if (missed > 0) split(rows, fate, order, missed, copied);
-        for (i32 i = first; i < n; i += by) {
-            const i64 id = i64(ids[i]);
-            const i32 where = id >= 0 && id < experts ? fate[id] : NOWHERE;
-            on_cpu[i] = where == ON_CPU;
-            if (blockIdx.x == 0) step.placed[i] = max(where, NOWHERE);
+        if (missed == 0) {
+            if (blockIdx.x == 0) place(fate), tell(hits, 0);
+            return {0, 0, order, listed};
         }
-        if (copied < missed) list(on_cpu, listed, handed);
+        split(rows, fate, order, missed, copied);
+        if (blockIdx.x == 0) place(fate);
+        if (copied < missed) list(fate, on_cpu, listed, handed);
         const bool broken = handed > 0 && load_flag(&step.exchange->broken);
         if (blockIdx.x == 0 && first == 0) {
-            Counts& counts = *step.counts;
-            counts.rows = broken ? 0 : handed;
             i32 of_copied = 0;
             for (i32 i = 0; i < copied; ++i) of_copied += rows[order[i]];
-            // additions that nothing waits for
-            const auto add = [](u64& to, i32 n) { atomicAdd(&to, u64(n)); };
-            add(counts.steps, 1), add(counts.hits, hits);
-            if (missed > 0) {
-                add(counts.copied_rows, of_copied), add(counts.computed_rows, handed);
-                add(counts.copied, copied), add(counts.computed, missed - copied);
-            }
+            add(step.counts->copied_rows, of_copied), add(step.counts->computed_rows, handed);
+            add(step.counts->copied, copied), add(step.counts->computed, missed - copied);
             if (broken) report(error, NO_ANSWER, 0, 0);
         }
+        if (blockIdx.x == 0) tell(hits, broken ? 0 : handed);
         return {copied, broken ? 0 : handed, order, listed};
     }
 
@@ -129,6 +126,26 @@ struct FindMisses {
         for (i64 i = 32 * threadIdx.x; i < 2 * experts; i += 32 * blockDim.x) prefetch(tables + i);
     }
 
+    // An addition that nothing waits for.
+    __device__ __forceinline__ static void add(u64& to, i32 n) { atomicAdd(&to, u64(n)); }
+
+    __device__ __forceinline__ void tell(i32 hits, i32 handed) const {
+        if (threadIdx.x != 0) return;
+        step.counts->rows = handed;
+        add(step.counts->steps, 1), add(step.counts->hits, hits);
+    }
+
+    __device__ __forceinline__ i32 fate_of(i32 i, const i32* fate) const {
+        const i64 id = i64(ids[i]);
+        return id >= 0 && id < experts ? fate[id] : NOWHERE;
+    }
+
+    __device__ __forceinline__ void place(const i32* fate) const {
+#pragma unroll 1
+        for (i32 i = threadIdx.x; i < i32(count); i += blockDim.x)
+            step.placed[i] = max(fate_of(i, fate), NOWHERE);
+    }
+
     // The version of the table that the first block to ask finds: another one may be published
     // meanwhile.
     __device__ __forceinline__ i32 agree() const {
@@ -136,11 +153,11 @@ struct FindMisses {
         return (before ? before : now) - 1;
     }
 
-    // The last block to leave lets the next step find another one.
+    // The last block lets the next step find another one: all have had their answer.
     __device__ __forceinline__ void leave() const {
         Exchange& exchange = *step.exchange;
-        if (add_ticket(&exchange.agreeing) + 1 == u32(gridDim.x))
-            exchange.agreed = 0, exchange.agreeing = 0;
+        if (atomicAdd(&exchange.agreeing, 1) + 1 < i32(gridDim.x)) return;
+        store_flag(&exchange.agreed, 0), store_flag(&exchange.agreeing, 0);
     }
 
     // Decides about each missed expert.
@@ -168,8 +185,10 @@ struct FindMisses {
     }
 
     // Lists the ids whose experts the CPU computes, and how many they are.
-    __device__ __forceinline__ void list(const i32* on_cpu, i32* listed, i32& handed) const {
+    __device__ __forceinline__ void list(const i32* fate, i32* on_cpu, i32* listed,
+                                         i32& handed) const {
         const i32 first = threadIdx.x, by = blockDim.x, n = i32(count);
+        for (i32 i = first; i < n; i += by) on_cpu[i] = fate_of(i, fate) == ON_CPU;
         __syncthreads();
         for (i32 i = first; i < n; i += by) {
             i32 before = 0;

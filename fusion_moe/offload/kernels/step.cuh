@@ -14,7 +14,7 @@ struct Exchange {
     u64 seen;      // the last of these that ended, twice; plus one if it was answered
     i32 broken;    // whether the worker failed: nothing is handed over any more
     i32 agreed;    // one more than the version of the table that a step reads; 0 between steps
-    u32 agreeing;  // blocks that have read it
+    i32 agreeing;  // blocks that have read it
     u32 ticket;    // blocks that have handed over theirs
 };
 

@@ -39,9 +39,9 @@ const i32* begin(const i64* numbers) {
 }
 
 // Of 3 blocks.
-template <class Weight>
+template <i32 SLOTS, i32 WIDTH>
 void end(const i64* numbers) {
-    const auto s = of_numbers<EndStep<bf16, Weight, 2>>(numbers);
+    const auto s = of_numbers<EndStep<bf16, float, SLOTS, WIDTH>>(numbers);
     gridDim.x = 3;
     for (blockIdx.x = 0; blockIdx.x < 3; ++blockIdx.x) s.run();
     blockIdx.x = 0, gridDim.x = 1;
@@ -53,7 +53,8 @@ extern "C" {
 
 const i32* begin_step_i32_float(const i64* numbers) { return begin<i32, float>(numbers); }
 const i32* begin_step_i64_float(const i64* numbers) { return begin<i64, float>(numbers); }
-void end_step_float(const i64* numbers) { end<float>(numbers); }
+void end_step_float_3_64(const i64* numbers) { end<3, 64>(numbers); }
+void end_step_float_8_128(const i64* numbers) { end<8, 128>(numbers); }
 void put_rows(const i64* numbers) { of_numbers<PutRows>(numbers).run(); }
 
 }  // extern "C"

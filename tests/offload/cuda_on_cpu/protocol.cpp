@@ -59,8 +59,8 @@ struct Gpu {
             const auto found = find.run(memory);
             if (blockIdx.x >= 1) hand_over.run(1, found.rows, found.ids);
         });
-        const EndStep<float, float, 3> end{
-            T, K, WIDTH, limit, slot_of, nullptr, &y[0][0], &sums[0][0], step(), letters(), &error};
+        const EndStep<float, float, K, WIDTH> end{T,           limit,  slot_of,   nullptr, &y[0][0],
+                                                  &sums[0][0], step(), letters(), &error};
         launch(3, [=] { end.run(); });
     }
 };
@@ -127,7 +127,7 @@ int run() {
     gpu.limit = 50'000'000;
     offload_pause(worker, 1);
     gpu.run();
-    NEED(fault() == told(EndStep<float, float, 3>::LATE));
+    NEED(fault() == told(EndStep<float, float, K, WIDTH>::LATE));
     offload_pause(worker, 0);
     gpu.error = 0;
     gpu.run();  // at once, and nobody is asked
@@ -141,7 +141,7 @@ int run() {
     for (i32 turn = 0; turn < 1000 && gpu.error == 0; ++turn) gpu.run();
     ends.join();
     if (gpu.error == 0) gpu.run();
-    NEED(fault() == told(EndStep<float, float, 3>::GONE));
+    NEED(fault() == told(EndStep<float, float, K, WIDTH>::GONE));
     std::puts("gone");
     return 0;
 }
