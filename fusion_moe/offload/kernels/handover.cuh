@@ -32,9 +32,10 @@ struct HandOver {
         if (rows == 0) return;
         const i32 blocks = i32(gridDim.x) - first;
         Exchange& exchange = *step.exchange;
+#pragma unroll 1
         for (i32 row = i32(blockIdx.x) - first; row < rows; row += blocks) {
             const i32 from = listed[row];
-            copy(letters.rows + row * row_bytes, x + from / slots * row_bytes);
+            copy(letters.rows + row * row_bytes, x + from / i32(slots) * row_bytes);
             if (threadIdx.x != 0) continue;
             letters.ids[row] = i32(ids[from]);
             letters.weights[row] = weights ? widen(weights[from]) : 1.f;
@@ -48,6 +49,7 @@ struct HandOver {
 
   private:
     __device__ __forceinline__ void copy(u8* to, const u8* from) const {
+#pragma unroll 1
         for (i64 i = 16 * threadIdx.x; i < row_bytes; i += 16 * blockDim.x)
             *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
     }

@@ -16,6 +16,7 @@ struct Costs {
     __device__ __forceinline__ i64 of(i32 copied, i32 missed, const i32* order,
                                       const i32* rows) const {
         i64 alone = 0, beside = 0;
+#pragma unroll 1
         for (i32 i = copied; i < missed; ++i) {
             const i64 multiply = rows[order[i]] * cpu_row;
             alone += max(cpu_expert, multiply), beside += max(cpu_expert_beside, multiply);
@@ -30,8 +31,8 @@ struct Costs {
     }
 
   private:
-    // Of products that may have more than 64 bits.
-    __device__ __forceinline__ static i64 part(i64 of, i64 some, i64 all) {
+    // Of products that may have more than 64 bits: many instructions, apart from the others.
+    __device__ __noinline__ static i64 part(i64 of, i64 some, i64 all) {
         return i64(__int128(of) * some / max(all, i64(1)));
     }
 };
@@ -40,6 +41,7 @@ struct Costs {
 __device__ __forceinline__ i32 choose_copies(const i64* times, i32 missed, i32 most) {
     i32 best = 0, mixed = 0;
     if (most == missed && times[missed] < times[0]) best = missed;
+#pragma unroll 1
     for (i32 k = 1; k <= most && k < missed; ++k)
         if (mixed == 0 || times[k] < times[mixed]) mixed = k;
     const i64 pure = times[best];
@@ -67,8 +69,8 @@ struct FindMisses {
         const i32 *order, *ids;
     };
 
-    // memory: i32[3 * experts + 2 * count]. A step without misses runs few instructions, one after
-    // the other: no cache has them.
+    // memory: i32[3 * experts + 2 * count]. It has few instructions, most of all where nothing is
+    // missing: since the last step weights have been read, so that they come from memory.
     __device__ __forceinline__ Found run(i32* memory) const {
         __shared__ i32 table, missed, copied, hits, handed;
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
@@ -109,6 +111,7 @@ struct FindMisses {
         const bool broken = handed > 0 && load_flag(&step.exchange->broken);
         if (blockIdx.x == 0 && first == 0) {
             i32 of_copied = 0;
+#pragma unroll 1
             for (i32 i = 0; i < copied; ++i) of_copied += rows[order[i]];
             add(step.counts->copied_rows, of_copied), add(step.counts->computed_rows, handed);
             add(step.counts->copied, copied), add(step.counts->computed, missed - copied);
@@ -119,8 +122,7 @@ struct FindMisses {
     }
 
   private:
-    // What is read one after the other. Weights have been read since the last step, so that L2 has
-    // none of it.
+    // What is read one after the other.
     __device__ __forceinline__ void prefetch_all() const {
         if (threadIdx.x == 0) prefetch(version), prefetch(step.exchange), prefetch(step.counts);
         for (i64 i = 32 * threadIdx.x; i < 2 * experts; i += 32 * blockDim.x) prefetch(tables + i);
@@ -165,9 +167,11 @@ struct FindMisses {
                                           i32& copied) const {
         __shared__ i64 times[MOST_SPARES + 1];
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts);
+#pragma unroll 1
         for (i32 e = first; e < E; e += by) {
             if (rows[e] == 0 || fate[e] != NOWHERE) continue;
             i32 rank = 0;
+#pragma unroll 4
             for (i32 other = 0; other < E; ++other)
                 rank += rows[other] > 0 && fate[other] == NOWHERE &&
                         (rows[other] > rows[e] || (rows[other] == rows[e] && other < e));
@@ -175,10 +179,12 @@ struct FindMisses {
         }
         __syncthreads();
         const i32 most = min(missed, min(i32(spares), MOST_SPARES));
+#pragma unroll 1
         for (i32 k = first; k <= most; k += by) times[k] = costs.of(k, missed, order, rows);
         __syncthreads();
         if (first == 0) copied = choose_copies(times, missed, most);
         __syncthreads();
+#pragma unroll 1
         for (i32 i = first; i < missed; i += by)
             fate[order[i]] = i < copied ? i32(cached) + i : ON_CPU;
         __syncthreads();
@@ -188,10 +194,13 @@ struct FindMisses {
     __device__ __forceinline__ void list(const i32* fate, i32* on_cpu, i32* listed,
                                          i32& handed) const {
         const i32 first = threadIdx.x, by = blockDim.x, n = i32(count);
+#pragma unroll 1
         for (i32 i = first; i < n; i += by) on_cpu[i] = fate_of(i, fate) == ON_CPU;
         __syncthreads();
+#pragma unroll 1
         for (i32 i = first; i < n; i += by) {
             i32 before = 0;
+#pragma unroll 4
             for (i32 other = 0; other < i; ++other) before += on_cpu[other];
             if (on_cpu[i]) listed[before] = i;
             if (blockIdx.x == 0) step.handed[i] = on_cpu[i] ? before : NOWHERE;

@@ -8,6 +8,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 
 using u8 = unsigned char;
 using u16 = unsigned short;
