@@ -33,6 +33,7 @@ from ..serving import (
     unsupported,
     weight_of,
 )
+from . import exchange
 from .loading import LoadsExperts
 from .log import logger
 
@@ -54,6 +55,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     first_expert: int | None = None  # of this rank, None if all experts are here
     kept: Kept | None = None  # once weights are loaded
     adapters: Adapters | None = None  # of each number of tokens, with --enable-lora
+    sends_tokens = False  # whether ranks send each other's experts the tokens that they have
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. UnsupportedError if it cannot be served."""
@@ -61,6 +63,11 @@ class ExpertsMethod(FusedMoEMethodBase):
         FusedMoEMethodBase.__init__(self, moe)
         need_served(moe)
         self.activation = activation_of(moe, self.interleave)
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Whether vLLM leaves tokens on their rank: `apply` then returns sums over ranks."""
+        return self.sends_tokens
 
     @property
     def encoding(self) -> Encoding:
@@ -165,6 +172,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             activation=self.activation,
         )
         layer.fusion_moe.first_expert = self.first_expert
+        self.sends_tokens = exchange.sends_tokens_(layer.fusion_moe, self.moe)
         with invariant(envs.VLLM_BATCH_INVARIANT):
             said = serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token)
         logger.info_once(said)
@@ -183,11 +191,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Any = None,
     ) -> Tensor:
         """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism the
-        partial sum of this rank's experts, which vLLM sums over ranks. vLLM computes shared experts
-        itself.
+        partial sum of this rank's experts, which vLLM sums over ranks, unless these send tokens
+        themselves. vLLM computes shared experts itself.
         """
         adapters = self.adapters(len(x)) if self.adapters else None
         with invariant(envs.VLLM_BATCH_INVARIANT):
+            if self.sends_tokens:
+                return exchange.compute(layer.fusion_moe, x, topk_ids, topk_weights)
             return layer.fusion_moe(x, topk_ids, topk_weights, adapters)
 
 
@@ -210,12 +220,6 @@ def need_served(moe: Any) -> None:
     refuse(
         "vLLM",
         (
-            (
-                (parallel.dp_size > 1 or gathers) and current_platform.is_cpu(),
-                "ranks that have tokens of their own, which vLLM does not gather on CPUs",
-                "the same tokens on all ranks",
-                "--tensor-parallel-size in place of --data-parallel-size",
-            ),
             (
                 gathers and parallel.all2all_backend != _GATHERS,
                 f"--all2all-backend {parallel.all2all_backend}",
@@ -242,6 +246,10 @@ def need_served(moe: Any) -> None:
             ),
         ),
     )
+    if (parallel.dp_size > 1 or gathers) and current_platform.is_cpu():
+        why = exchange.why_gathered(moe) if gathers else "experts are divided by features"
+        if why:
+            raise exchange.not_gathered(why)
     if moe.is_lora_enabled:
         from . import lora
 

@@ -550,13 +550,6 @@ def test_what_is_refused(golden: Callable[[str], None]) -> None:
     )
 
 
-@on_cpus
-@pytest.mark.parametrize("more", [{"ep_size": 2}, {}], ids=["experts on ranks", "tensors on ranks"])
-def test_ranks_with_tokens_of_their_own_are_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="tokens of their own, .* of --data-parallel"):
-        need_served(layer(moe_parallel_config=parallel(dp_size=2, **more)))
-
-
 def filled(method: Any, **biases: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Quantized]]:
     """A layer with parameters of its method, as vLLM's loader fills them, and its weights."""
     owner, weights = torch.nn.Module(), {}

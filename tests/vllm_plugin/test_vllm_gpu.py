@@ -41,12 +41,17 @@ DEFAULT: dict[str, Any] = {
 }
 
 
-def near(directory: Path, folder: Path, found: list[dict[str, Any]]) -> None:
+def near(
+    directory: Path,
+    folder: Path,
+    found: list[dict[str, Any]],
+    prompts: list[list[int]] = PROMPTS,
+) -> None:
     """To transformers' model in float32, or in bfloat16, which may choose other experts where two
     are as likely.
     """
     exact, rounded = (
-        judged(directory, folder, PROMPTS, dtype)[1] for dtype in (torch.float32, torch.bfloat16)
+        judged(directory, folder, prompts, dtype)[1] for dtype in (torch.float32, torch.bfloat16)
     )
     for answer, *wanted in zip(found, exact, rounded, strict=True):
         for value, *either in zip(answer["log_probabilities"], *wanted, strict=True):

@@ -90,9 +90,15 @@ def generated(
     return json.loads(line.removeprefix("FOUND ")), done.stdout + done.stderr
 
 
-def compare(directory: Path, folder: Path, found: list[dict[str, Any]], tolerance: float) -> None:
-    model, wanted = judged(directory, folder, PROMPTS)
-    for prompt, answer, want in zip(PROMPTS, found, wanted, strict=True):
+def compare(
+    directory: Path,
+    folder: Path,
+    found: list[dict[str, Any]],
+    tolerance: float,
+    prompts: list[list[int]] = PROMPTS,
+) -> None:
+    model, wanted = judged(directory, folder, prompts)
+    for prompt, answer, want in zip(prompts, found, wanted, strict=True):
         assert answer["log_probabilities"] == pytest.approx(want, abs=tolerance)
         assert greedy(model, prompt, answer["tokens"])
 
