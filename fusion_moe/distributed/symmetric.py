@@ -96,11 +96,12 @@ class Exchange:
         return found
 
     def layer(self, experts: int, features: int) -> Layer:
-        """One more layer. experts: of all ranks. All ranks have the same layers, in the same
-        order.
+        """One more layer. experts: of all ranks. OptionError unless all ranks have the same layers,
+        in the same order.
         """
         peers = torch.zeros(PEERS + self.ranks, dtype=torch.int64, device=self.device)
         made = Layer(self, len(self._layers), experts, features, peers)
+        self._need_agreement((self.tokens, self.row), made)
         self._layers.append(made)
         self._tell([made])
         return made
@@ -129,9 +130,12 @@ class Exchange:
                 where="dispatch='symmetric'",
             )
         room = max(tokens, self.tokens), max(row, self.row)
-        layers = [(layer.experts, layer.features) for layer in self._layers]
-        _need_agreement(self._of_all((room, layers)))
+        self._need_agreement(room)
         self._allocate(*room)
+
+    def _need_agreement(self, room: tuple[int, int], *more: Layer) -> None:
+        layers = [(layer.experts, layer.features) for layer in (*self._layers, *more)]
+        _need_agreement(self._of_all((room, layers)))
 
     def _allocate(self, tokens: int, row: int) -> None:
         nbytes = region_bytes(self.ranks, tokens, row)

@@ -634,13 +634,15 @@ def replays_of_shared_memory(mesh):
 
 @case
 def ranks_that_disagree(mesh):
-    """On what they divide: all are told before any is sent."""
+    """On what they divide: all are told before any is sent, of layers before any is called."""
     rank = mesh.get_rank()
     module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
     x, ids, w = inputs(2000 + rank)
     if mesh.size() > 1:
         with torch.no_grad():
             refuses(OptionError, "calls with 2001 tokens", lambda: module(x, ids, w))
+        exchange = symmetric.Exchange.of_group(mesh.get_group(), torch.device(DEVICE))
+        refuses(OptionError, "8 experts of 64 features", lambda: exchange.layer(E + rank, H))
 
 
 @case
