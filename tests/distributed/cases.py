@@ -597,6 +597,11 @@ def replays_of_shared_memory(mesh):
     on CPUs calls.
     """
     graphs = DEVICE == "cuda"
+    with fusion_moe.options.override(target="auto" if graphs else "reference"):
+        replays(mesh, graphs)
+
+
+def replays(mesh: DeviceMesh, graphs: bool) -> None:
     layers = [divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")] * 2
     layers[1] = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
     whole, tokens = experts(E, H, I), 3
@@ -1367,18 +1372,20 @@ def run(rank: int, ranks: int, folder: Path, group: str, chosen: Sequence[str]) 
     )
     mesh, outcomes = init_device_mesh(DEVICE, (ranks,)), {}
     for name in chosen:
+        began = time.monotonic()
         try:
             (CASES | LOST)[name](mesh)
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
+        how = "failed" if outcomes[name] else "passed"
+        print(f"rank {rank}: {name} {how}, {time.monotonic() - began:.1f} s", flush=True)
     (folder / f"{group}.{rank}.json").write_text(json.dumps(outcomes))
     os._exit(0)  # without the others, of which one may be gone
 
 
 def main(folder: str, _: str, *groups: str) -> None:
-    # imports take longer than cases, but CUDA does not survive a fork
-    processes = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
+    processes = multiprocessing.get_context("fork")  # imports take longer than cases
     for group in groups:
         ranks, _, names = group.partition(":")
         chosen = names.split(",") if names else list(CASES)
