@@ -155,7 +155,7 @@ class Exchange:
         self._memory, addresses = self._share(nbytes)
         limit = _timeout(self.group, self.device)
         self._memory[0][:24].view(torch.int64).copy_(torch.tensor([0, limit, 0]))
-        self._wait()  # nobody sends before all have zeros
+        self._wait()  # nobody sends before all have this
         self.tokens, self.row, self._addresses = tokens, row, addresses
         self._tell(self._layers)
 
@@ -177,7 +177,9 @@ class Exchange:
             )
 
     def _share(self, nbytes: int) -> tuple[Any, list[int]]:
-        """Zeros of this rank and what keeps them, and where this process finds those of each."""
+        """This rank's memory and what keeps it, and where this process finds that of each. It is
+        zeros, on GPUs words that did not come.
+        """
         return self._on_gpus(nbytes) if self.device.type == "cuda" else self._in_a_file(nbytes)
 
     def _wait(self) -> None:
@@ -212,7 +214,7 @@ class Exchange:
 
         _forbid_multicast()
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
-        own.zero_()
+        own.fill_(255)  # nothing came: kernels/exchange.cuh
         torch.cuda.synchronize(self.device)
         handle = symmetric.rendezvous(own, self.group)
         return (own, handle), [int(pointer) for pointer in handle.buffer_ptrs]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.backends.cuda import collective
 from fusion_moe.distributed.symmetric import region_bytes
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import RankError
@@ -37,11 +38,11 @@ class Ranks:
     def __init__(self, count: int, limit: int = LONG):
         self.count, self.each = count, -(-E // count)
         nbytes = region_bytes(count, ROOM, 2 * H)
-        self.memory = [torch.zeros(nbytes // 8, dtype=torch.int64).cuda() for _ in range(count)]
+        self.memory = [torch.full((nbytes // 8,), -1).cuda() for _ in range(count)]
         addresses = [t.data_ptr() for t in self.memory]
         self.peers = [torch.tensor([r, 7, ROOM, 2 * H, *addresses]).cuda() for r in range(count)]
         for t in self.memory:
-            t[1] = limit
+            t[:3] = torch.tensor([0, limit, 0])
         self.streams = [torch.cuda.Stream() for _ in range(count)]
         g = torch.Generator().manual_seed(0)
         whole = [torch.randn(E, n, k, generator=g) / k**0.5 for n, k in ((2 * I, H), (H, I))]
@@ -133,6 +134,12 @@ def assert_alike(found: Sequence[Tensor], want: Sequence[Tensor], limit: float =
 
 
 @pytest.fixture(autouse=True)
+def share_of_a_gpu(monkeypatch):
+    """All blocks of all ranks run at once."""
+    monkeypatch.setattr(collective, "_blocks", lambda arch: arch.multiprocessors // 5)
+
+
+@pytest.fixture(autouse=True)
 def inference():
     with torch.no_grad():
         yield
@@ -141,9 +148,7 @@ def inference():
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_compute_what_the_reference_does(count):
-    """Equally many tokens and different numbers, none among them; calls of other sizes follow. Few
-    enough that ranks that wait leave multiprocessors to those that they wait for.
-    """
+    """Equally many tokens and different numbers, none among them; calls of other sizes follow."""
     ranks = Ranks(count)
     for numbers, capacity in (
         *(((n,) * count, 0) for n in (1, 7, 60 // (count - 1), 3)),

@@ -1,5 +1,5 @@
 """The CUDA C++ of what ranks of one host exchange by stores into each other's memory:
-kernels/exchange.cuh. One kernel sends and waits for nobody; the next ones wait.
+kernels/exchange.cuh. A kernel sends, and then waits for what others send.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ...arch import Arch
 from ...ir.core import Fusion
-from ...ir.sizes import AnySize
 from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
 from ..cxx.elements import stored
@@ -20,10 +19,10 @@ from .heuristics import Chosen
 from .source import KernelSource, Sizes, Source
 
 _HEADERS = ("exchange.cuh",)
-_THREADS, _MAX_RESIDENT = 512, 2
+_THREADS = 768  # more would have too few registers
 _AT_ONCE = 4  # slots that a thread reads at once
 _PIECE = 16  # bytes of a row that a thread copies at once
-_MOST_RANKS, _UNITS = 16, 16  # units of a rank's tokens, for each of which a block waits
+_MOST_RANKS = 16
 
 
 class Collective(Source):
@@ -43,6 +42,7 @@ class Collective(Source):
         for wrong, found in (
             (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
+            (rows.type.dtype == "f64", "f64, whose words may be any bits"),
             (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
         ):
             if wrong:
@@ -55,69 +55,43 @@ class Collective(Source):
         return []
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """What sends, then what waits."""
-        return self.once(self._dispatch if self.sends else self._combine_from)
+        """The one that sends, and waits."""
+        blocks = _blocks(arch)
+        return self.once(self._dispatch if self.sends else self._combine_from, blocks)
 
-    @property
-    def _most(self) -> AnySize:
-        """Rows for each rank."""
-        assert self.groups.stride is not None
-        return self.groups.stride
-
-    def _exchange(self) -> tuple[str, str]:
+    def _exchange(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
         *_, peers = self.op.values
         ids = self.op.values[1]
         numbers = self._ranks, known(ids.type.shape[1]), self._row_bytes
-        of = ", ".join(map(str, (*numbers, self.op.attrs["experts"])))
-        return f"Exchange<{of}>", f"{{{self.array(peers)}, i32({size(self._most)}), error}}"
-
-    def _kernel(self, name: str, body: Sequence[str], blocks: AnySize) -> KernelSource:
-        return self.kernel(
-            name, body, blocks, headers=_HEADERS, threads=_THREADS, max_resident=_MAX_RESIDENT
+        of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks)))
+        assert self.groups.stride is not None
+        return (
+            f"Exchange<{of}>",
+            f"{{{self.array(peers)}, i32({size(self.groups.stride)}), error}}",
         )
 
-    def _dispatch(self) -> list[KernelSource]:
-        x, ids, w, _ = self.op.values
-        rows, all_ids, all_w, ends = (self.names[v] for v in self.op.outputs)
-        of, call = self._exchange()
-        tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
-        send = f"SendTokens<{of}, {stored(ids)}, {stored(w)}>"
-        receive = f"ReceiveTokens<{of}, {stored(w)}>"
-        return [
-            self._kernel(
-                "send_tokens",
-                [f"{send}{{{call}, i32({tokens}), {', '.join(own)}}}.run();"],
-                self._most + 1,
-            ),
-            self._kernel(
-                "receive_tokens",
-                [f"{receive}{{{call}, {all_ids}, {all_w}, {rows}, {ends}}}.run();"],
-                self._ranks * _UNITS,
-            ),
-        ]
+    def _kernel(self, name: str, body: Sequence[str], blocks: int) -> list[KernelSource]:
+        return [self.kernel(name, body, blocks, headers=_HEADERS, threads=_THREADS)]
 
-    def _combine_from(self) -> list[KernelSource]:
+    def _dispatch(self, blocks: int) -> list[KernelSource]:
+        x, ids, w, _ = self.op.values
+        of, call = self._exchange(blocks)
+        tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
+        rows, all_ids, all_w, ends = (self.names[v] for v in self.op.outputs)
+        given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends])
+        equal = str(self.groups.stride == plain(ids.type.shape[0])).lower()
+        dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}>"
+        return self._kernel("dispatch", [f"{dispatch}{{{given}}}.run();"], blocks)
+
+    def _combine_from(self, blocks: int) -> list[KernelSource]:
         (y, all_ids, ids, ends, _), (total,) = self.op.values, self.op.outputs
-        of, call = self._exchange()
-        tokens, sum_of_ranks = size(plain(ids.type.shape[0])), f"SumOfRanks<{of}, {stored(ids)}, "
-        sent = self.array(all_ids), self.array(ends)
-        made = self._sums() if self.sums else [f"send.copy({self.array(y)});"]
-        return [
-            self._kernel(
-                "send_back",
-                [f"const SendBack<{of}> send{{{call}, {', '.join(sent)}}};", *made],
-                self._most * self._ranks + 1,
-            ),
-            self._kernel(
-                "sum_of_ranks",
-                [
-                    f"{sum_of_ranks}{stored(y)}>{{{call}, i32({tokens}), {self.array(ids)}, "
-                    f"{self.names[total]}}}.run();"
-                ],
-                self._most + 1,
-            ),
-        ]
+        of, call = self._exchange(blocks)
+        tokens, sent = size(plain(ids.type.shape[0])), [self.array(v) for v in (all_ids, ends)]
+        given = ", ".join([call, *sent, f"i32({tokens})", self.array(ids), self.names[total]])
+        combine = f"const CombineFrom<{of}, {stored(ids)}, {stored(y)}> combine{{{given}}};"
+        made = self._sums() if self.sums else [f"combine.copy({self.array(y)});"]
+        return self._kernel("combine_from", [combine, *made], blocks)
 
     def _sums(self) -> list[str]:
         """Sends what a combine makes: only slots whose experts are here are read."""
@@ -128,7 +102,7 @@ class Collective(Source):
         columns = _PIECE // DTYPES[sent.type.dtype].itemsize
         slots = known(self.op.values[1].type.shape[1])
         return [
-            "send.run([&](i32 t, u32 slots, i32 part) {",
+            "combine.run([&](i32 t, u32 slots, i32 part) {",
             *inner(
                 [
                     f"float total[{columns}] = {{}};",
@@ -152,3 +126,10 @@ class Collective(Source):
             ),
             "});",
         ]
+
+
+def _blocks(arch: Arch) -> int:
+    """All of a kernel run at once, and leave multiprocessors to kernels of other streams, which a
+    rank that is waited for may wait for.
+    """
+    return 3 * arch.multiprocessors // 4

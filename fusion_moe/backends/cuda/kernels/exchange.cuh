@@ -1,16 +1,20 @@
 // Ranks of one host that store into each other's memory: each has a region, which all see.
 //
-// A call of all ranks, there or back, is an epoch. A rank counts epochs in its own region, since a
-// CUDA graph that is replayed repeats its arguments. A flag is the epoch in which what it stands
-// for was written; flags are compared, and never reset. All ranks make the same calls in one order,
-// and end none before all have sent in it: when one begins an epoch, all others have begun the one
-// before, and so ended what is before that. What ranks send has two places, for even and for odd
-// epochs: so nothing is overwritten too early.
+// Tokens, and sums for them, need no flags: a word that has not come is NOTHING, which nobody
+// sends, and who takes a word makes it NOTHING again. Whatever is sent is taken, once, in the same
+// call.
 //
-// A kernel sends before it waits for anything, and what one waits for was sent by kernels that have
-// ended, or comes from other ranks. A rank that waits too long gives up for good: it reports the
-// other rank, goes on without what did not come, and sends nothing any more, so that the others end
-// as well.
+// A call of all ranks, there or back, is an epoch. A rank counts epochs in its own region, since a
+// CUDA graph that is replayed repeats its arguments. A letter tells its epoch; these are compared,
+// and never reset. All ranks make the same calls in one order, and end none before all have begun
+// it: when one begins an epoch, all others have begun the one before, and so ended what is before
+// that. What ranks send has two places, for even and for odd epochs: so nothing is overwritten
+// before it was taken.
+//
+// A call is a kernel. Its first blocks send and wait for nobody; the others take what these and
+// other ranks send. All run at once, and leave room for kernels of other streams. A rank that waits
+// too long gives up for good: it reports the other rank, goes on without what did not come, and
+// sends nothing any more, so that the others end as well.
 //
 // Token t of rank s is row s * most + t on all ranks: `most` is the same on all of them, and at
 // least the tokens that any has. Ids of all tokens go to all ranks; a token's row only to those
@@ -24,29 +28,48 @@ namespace {
 
 // The first of 256 bytes; only its own rank has them.
 struct Header {
-    u64 epoch;
+    u64 ended;   // blocks of all calls
     u64 limit;   // nanoseconds
     u64 broken;  // phase << 32 | 1 + the rank that failed
-    u64 unused[5];
-    u32 ticket;  // blocks that have sent all they have
 };
 
 // What a rank says of its call: all but the tokens is equal on all ranks.
 struct Letter {
-    u64 tokens, tag, form, unused[13];
+    u64 tokens;  // epoch << 32 | tokens
+    u64 tag, form;
+    u64 epoch;  // after all that is before
+    u64 unused[12];
 };
 
 enum Phase : u32 { OF_IDS = 1, OF_ROWS = 2, OF_BACK = 3, OF_LETTER = 4, NO_ROOM = 5 };
 
+constexpr u32 NOTHING = 0xFFFFFFFF;
+
+// What is sent for a word: another NaN, of which all bytes and halves are NaN, too, for NOTHING.
+__device__ __forceinline__ u32 sent(u32 word) { return word == NOTHING ? 0x7FFF7FFF : word; }
+__device__ __forceinline__ uint2 sent(uint2 x) { return {sent(x.x), sent(x.y)}; }
+__device__ __forceinline__ uint4 sent(uint4 x) {
+    return {sent(x.x), sent(x.y), sent(x.z), sent(x.w)};
+}
+__device__ __forceinline__ bool came(uint2 x) { return x.x != NOTHING && x.y != NOTHING; }
+__device__ __forceinline__ bool came(uint4 x) {
+    return x.x != NOTHING && x.y != NOTHING && x.z != NOTHING && x.w != NOTHING;
+}
+__device__ __forceinline__ void forget(uint2* p) {
+    store_relaxed_system(p, uint2{NOTHING, NOTHING});
+}
+__device__ __forceinline__ void forget(uint4* p) {
+    store_relaxed_system(p, uint4{NOTHING, NOTHING, NOTHING, NOTHING});
+}
+
 // One call, as a rank sees it. EXPERTS: of all ranks.
-template <int RANKS_, i32 SLOTS_, i64 ROW_BYTES, i32 EXPERTS>
+template <int RANKS_, i32 SLOTS_, i64 ROW_BYTES, i32 EXPERTS, i32 BLOCKS>
 struct Exchange {
     static constexpr i32 RANKS = RANKS_, SLOTS = SLOTS_;
-    static constexpr i32 PIECES_OF_ROW = i32(ROW_BYTES / 16);
-    static constexpr i32 CHUNKS = 256;  // of a rank's tokens; their rows have one flag
-    static constexpr i32 PIECES = 16;   // of a rank's tokens; their ids have one flag
-    static constexpr i32 MOST_OF_CHUNK = 256;
-    static constexpr i64 MOST_SLOTS = 32, ALIGN = 256;
+    static constexpr i32 PIECES = i32(ROW_BYTES / 16);                         // of a row
+    static constexpr i32 SENDERS = 2 * BLOCKS / 3, TAKERS = BLOCKS - SENDERS;  // blocks
+    static constexpr i32 MOST_OF_UNIT = 256;
+    static constexpr i64 MOST_SLOTS = 32, ALIGN = 256, MOST_TOKENS = 65536;
     static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;  // experts of a rank
     static_assert(ROW_BYTES % 16 == 0 && RANKS <= 16 && SLOTS <= MOST_SLOTS);
 
@@ -55,56 +78,49 @@ struct Exchange {
     i32 most;
     i64* error;
 
-    __device__ __forceinline__ i32 rank() const { return i32(peers[0]); }
-    __device__ __forceinline__ u64 tag() const { return u64(peers[1]) << 32 | u64(most); }
+    __device__ __forceinline__ i64 peer(i32 i) const { return load_constant(peers + i); }
+    __device__ __forceinline__ i32 rank() const { return i32(peer(0)); }
+    __device__ __forceinline__ u64 tag() const { return u64(peer(1)) << 32 | u64(most); }
     __device__ static __forceinline__ u64 form() { return u64(SLOTS) << 32 | u64(ROW_BYTES); }
+    // Whether the ranks share memory at all; if not, there is no header.
+    __device__ __forceinline__ bool exists() const { return peer(2) > 0; }
     __device__ __forceinline__ bool fits() const {
-        return most <= min(peers[2], i64(MOST_OF_CHUNK * CHUNKS)) && ROW_BYTES <= peers[3];
+        return most <= min(peer(2), MOST_TOKENS) && ROW_BYTES <= peer(3);
     }
 
     // The i-th rank to serve: others before this one, which begins with the next.
     __device__ __forceinline__ i32 served(i32 i) const { return (rank() + 1 + i) % RANKS; }
 
-    // Tokens of a chunk, and of a piece, which is some chunks.
-    __device__ __forceinline__ i32 chunk() const { return max((most + CHUNKS - 1) / CHUNKS, 1); }
-    __device__ __forceinline__ i32 piece() const { return chunk() * (CHUNKS / PIECES); }
-    // How many of these some tokens are, at least one.
-    __device__ static __forceinline__ i32 count(i32 tokens, i32 each) {
-        return max((tokens + each - 1) / each, 1);
+    // Of some tokens, those that a block works at together; and how many units they are, at least
+    // one.
+    __device__ static __forceinline__ i32 unit(i32 tokens, i32 blocks) {
+        return min(max((tokens + blocks - 1) / blocks, 1), MOST_OF_UNIT);
+    }
+    __device__ static __forceinline__ i32 count(i32 tokens, i32 unit) {
+        return max((tokens + unit - 1) / unit, 1);
     }
 
     // Where things lie in the region of a rank.
     template <class T>
     __device__ __forceinline__ T* at(i32 of, i64 place) const {
-        return reinterpret_cast<T*>(peers[4 + of] + place);
+        return reinterpret_cast<T*>(peer(4 + of) + place);
     }
     __device__ __forceinline__ Header& header() const { return *at<Header>(rank(), 0); }
-    __device__ __forceinline__ u64* ids_flag(i32 at_rank, i32 of, i32 piece) const {
-        return at<u64>(at_rank, IDS_FLAGS) + of * PIECES + piece;
-    }
-    __device__ __forceinline__ u64* rows_flag(i32 at_rank, i32 of, i32 chunk) const {
-        return at<u64>(at_rank, ROWS_FLAGS) + of * CHUNKS + chunk;
-    }
-    __device__ __forceinline__ u64* back_flag(i32 at_rank, i32 of, i32 chunk) const {
-        return at<u64>(at_rank, BACK_FLAGS) + of * CHUNKS + chunk;
-    }
     // Of an epoch.
     __device__ __forceinline__ Letter& letter(i32 at_rank, i32 of, u64 epoch) const {
         return at<Letter>(at_rank, half(epoch))[of];
     }
     // Of token t of rank s, whose part of a section is in one place whatever `most` is: ranks may
-    // be in the next call.
-    __device__ __forceinline__ i32* ids(i32 at_rank, i32 s, i32 t, u64 epoch) const {
-        return at<i32>(at_rank, half(epoch) + IDS) + s * peers[2] * MOST_SLOTS + t * SLOTS;
-    }
-    __device__ __forceinline__ float* weights(i32 at_rank, i32 s, i32 t, u64 epoch) const {
-        return at<float>(at_rank, half(epoch) + IDS + numbers()) + s * peers[2] * MOST_SLOTS +
-               t * SLOTS;
+    // be in the next call. A slot is an id and a weight.
+    __device__ __forceinline__ uint2* slots(i32 at_rank, i32 s, i32 t, u64 epoch) const {
+        return at<uint2>(at_rank, half(epoch) + IDS) + s * peer(2) * MOST_SLOTS + t * SLOTS;
     }
     __device__ __forceinline__ uint4* row(i32 at_rank, i32 s, i32 t, u64 epoch) const {
-        return at<uint4>(at_rank, half(epoch) + IDS + 2 * numbers() + s * room()) +
-               i64(t) * PIECES_OF_ROW;
+        return at<uint4>(at_rank, half(epoch) + IDS + 2 * numbers() + s * room()) + i64(t) * PIECES;
     }
+
+    // From a row of a rank to that of the next one.
+    __device__ __forceinline__ i32 apart() const { return i32(room() / sizeof(uint4)); }
 
     // The ranks that have an expert of a token, as bits.
     template <class Id>
@@ -117,47 +133,100 @@ struct Exchange {
         }
         return found;
     }
-    template <class Id>
-    __device__ __forceinline__ bool is_mine(const Id* ids) const {
-        return owners(ids) >> rank() & 1;
+    __device__ __forceinline__ bool is_mine(i32 id) const {
+        return u32(id) < u32(EXPERTS) && id / EACH == rank();
     }
     // The slots of a token that name an expert of this rank, as bits.
     __device__ __forceinline__ u32 slots_here(const i32* ids) const {
-        const i32 mine = rank();
         u32 found = 0;
 #pragma unroll
-        for (i32 k = 0; k < SLOTS; ++k)
-            found |= u32(u32(ids[k]) < u32(EXPERTS) && ids[k] / EACH == mine) << k;
+        for (i32 k = 0; k < SLOTS; ++k) found |= u32(is_mine(ids[k])) << k;
         return found;
     }
 
-    // The epoch that a kernel sends in, 0 if it must not; `sent` by all its blocks, others wait.
-    __device__ __forceinline__ u64 next() const {
-        return exists() && fits() && header().broken == 0 ? header().epoch + 1 : 0;
+    // The epoch of a call, 0 if this rank may neither send nor wait; all its blocks begin it, and
+    // then end it.
+    __device__ __forceinline__ u64 begin() const {
+        u64 epoch = 0;
+        if (exists()) {
+            const u64 ended = load_relaxed_system(&header().ended);
+            const u64 broken = load_relaxed_system(&header().broken);
+            if (fits() && broken == 0) epoch = ended / BLOCKS + 1;
+        }
+        if (epoch == 0 && blockIdx.x == 0 && threadIdx.x == 0) fail(NO_ROOM, rank(), now());
+        return epoch;
     }
-    __device__ __forceinline__ void sent() const {
-        if (!exists()) return;
+    __device__ __forceinline__ void end() const {
         __syncthreads();
-        if (threadIdx.x != 0 || add_ticket(&header().ticket) + 1 < gridDim.x) return;
-        header().ticket = 0;
-        ++header().epoch;
-        if (!fits()) fail(NO_ROOM, rank(), now());
+        if (exists() && threadIdx.x == 0) add_relaxed(&header().ended);
     }
 
-    // Whether the ranks share memory at all; if not, there is no header.
-    __device__ __forceinline__ bool exists() const { return peers[2] > 0; }
-    __device__ __forceinline__ u64 epoch() const { return exists() ? header().epoch : 0; }
+    // In the last block of a call: tells others of it, how many tokens there are at once, and that
+    // all which this rank did before is done; then awaits what others tell.
+    __device__ __forceinline__ void greet(i32 tokens, u64 epoch, Phase phase) const {
+        if (epoch == 0 || blockIdx.x < BLOCKS - 1) return;
+        for (i32 i = threadIdx.x; i < RANKS - 1; i += blockDim.x) {
+            Letter& letter = this->letter(served(i), rank(), epoch);
+            store_relaxed_system(&letter.tokens, epoch << 32 | u64(tokens));
+            letter.tag = tag(), letter.form = form();
+            store_release_system(&letter.epoch, epoch);
+        }
+        for (i32 i = threadIdx.x; i < RANKS - 1; i += blockDim.x) {
+            const i32 from = served(i);
+            const Letter& letter = this->letter(rank(), from, epoch);
+            const u64 start = now();
+            const auto told = [&] { return load_relaxed_system(&letter.epoch) == epoch; };
+            if (!until(told, phase, [=] { return from; })) continue;
+            load_acquire_system(&letter.epoch);
+            if (letter.tag != tag() || letter.form != form()) fail(OF_LETTER, from, start);
+        }
+    }
+    // How many tokens a rank has in its call; -1 if that did not come.
+    __device__ __forceinline__ i32 tokens_of(i32 from, u64 epoch, Phase phase) const {
+        const Letter& letter = this->letter(rank(), from, epoch);
+        u64 said = 0;
+        const auto told = [&] {
+            said = load_relaxed_system(&letter.tokens);
+            return said >> 32 == (epoch & 0xFFFFFFFF);
+        };
+        const bool good = epoch && until(told, phase, [=] { return from; });
+        return good ? i32(said & 0xFFFFFFFF) : -1;
+    }
 
-    // Whether a flag that another rank sets reaches an epoch in time.
-    __device__ __forceinline__ bool wait(const u64* flag, u64 epoch, Phase phase, i32 from) const {
-        const u64 start = now();
-        if (!exists() || !fits()) return fail(NO_ROOM, rank(), start);
-        for (u32 turn = 0; load_relaxed_system(flag) < epoch; ++turn) {
+    // Takes x[n] at p[n * step], where it is wanted, which ranks store; zeros for what does not
+    // come. It is of rank from + n * apart.
+    template <i32 N, class T>
+    __device__ __forceinline__ void take(T (&x)[N], T* p, i32 step, u32 wanted, Phase phase,
+                                         i32 from, i32 apart = 0) const {
+        u32 missing = wanted;
+        const auto all = [&] {
+#pragma unroll
+            for (i32 n = 0; n < N; ++n)
+                if (missing >> n & 1) x[n] = load_relaxed_system(p + n * step);
+#pragma unroll
+            for (i32 n = 0; n < N; ++n)
+                if (missing >> n & 1 && came(x[n])) missing &= ~(1u << n);
+            return missing == 0;
+        };
+        if (!until(all, phase, [&] { return from + apart * (__ffs(missing) - 1); }))
+#pragma unroll
+            for (i32 n = 0; n < N; ++n)
+                if (missing >> n & 1) x[n] = {};
+#pragma unroll
+        for (i32 n = 0; n < N; ++n)
+            if (wanted >> n & 1) forget(p + n * step);
+    }
+
+    // Whether something happens in time; from(): who is to blame if not.
+    template <class Happened, class From>
+    __device__ __forceinline__ bool until(Happened happened, Phase phase, From from) const {
+        u64 start;
+        for (u32 turn = 0; !happened(); ++turn) {
+            if (turn == 0) start = now();
             if (turn % 16) continue;
             if (load_relaxed_system(&header().broken) || now() - start > header().limit)
-                return fail(phase, from, start);
+                return fail(phase, from(), start);
         }
-        load_acquire_system(flag);
         return true;
     }
 
@@ -178,213 +247,136 @@ struct Exchange {
         return (nbytes + ALIGN - 1) / ALIGN * ALIGN;
     }
     // bytes of all rows of a rank
-    __device__ __forceinline__ i64 room() const { return peers[2] * peers[3]; }
+    __device__ __forceinline__ i64 room() const { return peer(2) * peer(3); }
     __device__ __forceinline__ i64 half(u64 epoch) const {
         return HALVES + i64(epoch % 2) * (IDS + 2 * numbers() + aligned(RANKS * room()));
     }
-    // bytes of all ids, and of all weights
+    // bytes of all ids, or of all weights
     __device__ __forceinline__ i64 numbers() const {
-        return aligned(RANKS * peers[2] * MOST_SLOTS * 4);
+        return aligned(RANKS * peer(2) * MOST_SLOTS * 4);
     }
 
-    static constexpr i64 IDS_FLAGS = ALIGN,
-                         ROWS_FLAGS = IDS_FLAGS + aligned(RANKS * PIECES * sizeof(u64)),
-                         BACK_FLAGS = ROWS_FLAGS + aligned(RANKS * CHUNKS * sizeof(u64)),
-                         HALVES = BACK_FLAGS + aligned(RANKS * CHUNKS * sizeof(u64)),
+    static constexpr i64 HALVES = ALIGN,
                          IDS = aligned(RANKS * sizeof(Letter));  // after a half's begin
 };
 
-// Sends a rank's tokens to the ranks that have their experts. It waits for nobody.
-template <class Exchange, class Id, class Weight>
-struct SendTokens {
+// Sends a rank's tokens to the ranks that have their experts, and awaits those of all ranks: ids,
+// -1 for a row that is of no token or did not come; weights; the rows of this rank's experts; the
+// row after each rank's last token. EQUAL: all ranks have `most` tokens.
+template <class Exchange, class Id, class Weight, bool EQUAL>
+struct Dispatch {
     Exchange e;
     i32 tokens;
     const Id* ids;          // [tokens, SLOTS]
     const Weight* weights;  // the same
     const void* x;          // [tokens] rows
+    i32* all_ids;           // [RANKS * most, SLOTS]
+    Weight* all_weights;    // the same
+    void* rows;             // [RANKS * most] rows
+    i32* ends;              // [RANKS]
 
     __device__ void run() const {
         griddepcontrol_wait();
-        const u64 epoch = e.next();
-        const i32 pieces = e.count(tokens, e.piece()), chunks = e.count(tokens, e.chunk());
-        for (i32 i = blockIdx.x; epoch && i < Exchange::RANKS * pieces; i += gridDim.x)
-            post(e.served(i / pieces), i % pieces, epoch);
-        for (i32 chunk = blockIdx.x; epoch && chunk < chunks; chunk += gridDim.x)
-            send(chunk, epoch);
-        e.sent();
+        const u64 epoch = e.begin();
+        if (blockIdx.x < e.SENDERS) {
+            const i32 unit = e.unit(e.most, e.SENDERS);
+            for (i32 i = blockIdx.x; i < e.count(e.most, unit); i += e.SENDERS)
+                send(i * unit, min((i + 1) * unit, e.most), epoch);
+        } else {
+            e.greet(tokens, epoch, OF_IDS);
+            const i32 unit = e.unit((RANKS - 1) * e.most, e.TAKERS), units = e.count(e.most, unit);
+            for (i32 i = blockIdx.x - e.SENDERS; i < (RANKS - 1) * units; i += e.TAKERS) {
+                const i32 from = e.served(RANKS - 2 - i / units), first = i % units * unit;
+                take(from, first, min(first + unit, e.most), epoch);
+            }
+        }
+        e.end();
     }
 
   private:
-    // Tells a rank the ids and weights of a piece.
-    __device__ __forceinline__ void post(i32 to, i32 piece, u64 epoch) const {
-        constexpr i32 SLOTS = Exchange::SLOTS;
-        const i32 mine = e.rank();
-        const i32 first = piece * e.piece(), end = min(first + e.piece(), tokens);
-        i32* const their_ids = e.ids(to, mine, 0, epoch);
-        float* const their_weights = e.weights(to, mine, 0, epoch);
-        for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
-            their_ids[i] = u64(i64(ids[i])) > 0x7FFFFFFF ? -1 : i32(ids[i]);
-            their_weights[i] = widen(weights[i]);
-        }
-        if (piece == 0 && threadIdx.x == 0) {
-            Letter& letter = e.letter(to, mine, epoch);
-            letter.tokens = u64(tokens), letter.tag = e.tag(), letter.form = e.form();
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) store_release_system(e.ids_flag(to, mine, piece), epoch);
-    }
+    static constexpr i32 RANKS = Exchange::RANKS, SLOTS = Exchange::SLOTS,
+                         PIECES = Exchange::PIECES, AT_ONCE = 4;
 
-    // Sends the rows of a chunk, and tells all ranks that they are there, also if there are none.
-    __device__ __forceinline__ void send(i32 chunk, u64 epoch) const {
-        __shared__ u32 owners[Exchange::MOST_OF_CHUNK];
-        constexpr i32 PIECES = Exchange::PIECES_OF_ROW, RANKS = Exchange::RANKS;
-        const i32 mine = e.rank(), first = chunk * e.chunk(), end = min(first + e.chunk(), tokens);
-        for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            owners[t - first] = e.owners(ids + t * Exchange::SLOTS);
+    __device__ __forceinline__ void send(i32 first, i32 end, u64 epoch) const {
+        __shared__ u32 owners[Exchange::MOST_OF_UNIT];
+        __shared__ uint4* there[RANKS];
+        const i32 mine = e.rank(), before = mine * e.most, last = min(end, tokens);
         const uint4* const here = static_cast<const uint4*>(x) + i64(first) * PIECES;
-        uint4* there[RANKS];
-        u32 bit[RANKS];
+        const i32 pieces = (last - first) * PIECES;
+        uint4 part[AT_ONCE];
+        const auto read = [&](i32 i) {
 #pragma unroll
-        for (i32 n = 0; n < RANKS; ++n) {
-            const i32 to = e.served(n);
-            there[n] = e.row(to, mine, first, epoch), bit[n] = 1u << to;
-        }
-        __syncthreads();
-#pragma unroll 2
-        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
-            const uint4 part = here[i];
-            const u32 needed = owners[i / PIECES];
-#pragma unroll
-            for (i32 n = 0; n < RANKS; ++n)
-                if (needed & bit[n]) there[n][i] = part;
-        }
-        __syncthreads();
-        for (i32 to = threadIdx.x; to < Exchange::RANKS; to += blockDim.x)
-            store_release_system(e.rows_flag(to, mine, chunk), epoch);
-    }
-};
-
-// Awaits the tokens of all ranks: ids, -1 for a row that is of no token or did not come; weights;
-// the rows of this rank's experts; the row after each rank's last token.
-template <class Exchange, class Weight>
-struct ReceiveTokens {
-    Exchange e;
-    i32* ids;         // [RANKS * most, SLOTS]
-    Weight* weights;  // the same
-    void* x;          // [RANKS * most] rows
-    i32* ends;        // [RANKS]
-
-    __device__ void run() const {
-        griddepcontrol_wait();
-        const u64 epoch = e.epoch();
-        const i32 units = e.count(e.most, unit());
-        for (i32 i = blockIdx.x; i < Exchange::RANKS * units; i += gridDim.x)
-            receive(e.served(Exchange::RANKS - 1 - i / units), i % units * unit(), epoch);
-    }
-
-  private:
-    static constexpr i32 UNITS = 16, CHUNKS = Exchange::CHUNKS / UNITS,
-                         MOST_OF_UNIT = CHUNKS * Exchange::MOST_OF_CHUNK;
-
-    // Tokens for which a block waits: whole chunks.
-    __device__ __forceinline__ i32 unit() const {
-        return (e.count(e.most, e.chunk()) + UNITS - 1) / UNITS * e.chunk();
-    }
-
-    __device__ __forceinline__ void receive(i32 from, i32 first, u64 epoch) const {
-        __shared__ i32 tokens;
-        __shared__ bool there[CHUNKS], wanted[MOST_OF_UNIT];
-        constexpr i32 SLOTS = Exchange::SLOTS, PIECES = Exchange::PIECES_OF_ROW;
-        const i32 mine = e.rank();
-        const i32 end = min(first + unit(), e.most), before = from * e.most;
-        if (threadIdx.x == 0) tokens = tokens_of(from, first, end, epoch);
-        __syncthreads();
-        for (i32 c = threadIdx.x; c < CHUNKS; c += blockDim.x)
-            there[c] = first + c * e.chunk() < min(end, tokens) &&
-                       e.wait(e.rows_flag(mine, from, first / e.chunk() + c), epoch, OF_ROWS, from);
-        __syncthreads();
-        const auto came = [&](i32 t) { return t < tokens && there[(t - first) / e.chunk()]; };
-        const i32* const their_ids = e.ids(mine, from, 0, epoch);
-        const float* const their_weights = e.weights(mine, from, 0, epoch);
+            for (i32 n = 0; n < AT_ONCE; ++n)
+                if (const i32 at = i + n * blockDim.x; at < pieces) part[n] = here[at];
+        };
+        read(threadIdx.x);
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
-            const bool good = came(i / SLOTS);
-            ids[before * SLOTS + i] = good ? their_ids[i] : -1;
-            weights[before * SLOTS + i] = narrow<Weight>(good ? their_weights[i] : 0.f);
+            const bool is = i < tokens * SLOTS;
+            i32 id = is && u64(i64(ids[i])) <= 0x7FFFFFFE ? i32(ids[i]) : -1;
+            const Weight weight = is ? weights[i] : narrow<Weight>(0.f);
+            if (epoch == 0) id = -1;
+            all_ids[before * SLOTS + i] = id, all_weights[before * SLOTS + i] = weight;
+            const uint2 slot = sent(uint2{u32(id + 1), __float_as_uint(widen(weight))});
+            for (i32 n = 0; is && epoch && n < RANKS - 1; ++n)
+                store_relaxed_system(e.slots(e.served(n), mine, 0, epoch) + i, slot);
         }
-        if (first == 0 && threadIdx.x == 0) ends[from] = before + tokens;
-        for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            wanted[t - first] = came(t) && e.is_mine(their_ids + t * SLOTS);
-        const uint4* const sent = e.row(mine, from, first, epoch);
-        uint4* const rows = static_cast<uint4*>(x) + i64(before + first) * PIECES;
+        for (i32 t = first + threadIdx.x; t < last; t += blockDim.x)
+            owners[t - first] = epoch ? e.owners(ids + t * SLOTS) : 0;
+        for (i32 to = threadIdx.x; to < RANKS; to += blockDim.x)
+            there[to] = to == mine ? static_cast<uint4*>(rows) + i64(before + first) * PIECES
+                                   : e.row(to, mine, first, epoch);
+        if (first == 0 && threadIdx.x == 0) ends[mine] = before + (epoch ? tokens : 0);
         __syncthreads();
-#pragma unroll 4
-        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x)
-            if (wanted[i / PIECES]) rows[i] = sent[i];
-        __syncthreads();
-    }
-
-    // How many tokens a rank has, once its letter and the ids of tokens first .. end - 1 have come;
-    // 0 if they did not.
-    __device__ __forceinline__ i32 tokens_of(i32 from, i32 first, i32 end, u64 epoch) const {
-        const i32 mine = e.rank();
-        const u64 start = now();
-        if (!e.wait(e.ids_flag(mine, from, 0), epoch, OF_IDS, from)) return 0;
-        const Letter& letter = e.letter(mine, from, epoch);
-        if (letter.tag != e.tag() || letter.form != e.form() || letter.tokens > u64(e.most))
-            return e.fail(OF_LETTER, from, start);
-        const i32 tokens = i32(letter.tokens);
-        bool came = true;
-        for (i32 t = first; t < min(end, tokens); t = (t / e.piece() + 1) * e.piece())
-            came = came && e.wait(e.ids_flag(mine, from, t / e.piece()), epoch, OF_IDS, from);
-        return came ? tokens : 0;
-    }
-};
-
-// Sends what this rank's experts made of all ranks' tokens back. It waits for nobody.
-template <class Exchange>
-struct SendBack {
-    Exchange e;
-    const i32* ids;   // [RANKS * most, SLOTS] and
-    const i32* ends;  // [RANKS], as ReceiveTokens found them
-
-    // Rows [RANKS * most] as they are.
-    __device__ void copy(const void* y) const {
-        run([=](i32 row, u32, i32 part) {
-            return static_cast<const uint4*>(y)[i64(row) * Exchange::PIECES_OF_ROW + part];
-        });
-    }
-
-    // made(row, slots, part): 16 bytes of a row, to which only these slots of its token have
-    // something to add.
-    template <class Made>
-    __device__ __forceinline__ void run(Made made) const {
-        griddepcontrol_wait();
-        const u64 epoch = e.next();
-        const i32 chunks = e.count(e.most, e.chunk());
-        for (i32 i = blockIdx.x; epoch && i < Exchange::RANKS * chunks; i += gridDim.x)
-            send(e.served(i / chunks), i % chunks, epoch, made);
-        e.sent();
-    }
-
-  private:
-    template <class Made>
-    __device__ __forceinline__ void send(i32 to, i32 chunk, u64 epoch, Made made) const {
-        __shared__ u32 slots[Exchange::MOST_OF_CHUNK];
-        constexpr i32 PIECES = Exchange::PIECES_OF_ROW;
-        const i32 mine = e.rank();
-        const i32 tokens = ends[to] - to * e.most, first = chunk * e.chunk(),
-                  end = min(first + e.chunk(), tokens);
-        if (chunk > 0 && first >= tokens) return;
-        for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            slots[t - first] = e.slots_here(ids + (to * e.most + t) * Exchange::SLOTS);
-        uint4* const there = e.row(to, mine, first, epoch);
-        __syncthreads();
-        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
-            const i32 t = i / PIECES;
-            if (slots[t]) there[i] = made(to * e.most + first + t, slots[t], i % PIECES);
+        for (i32 i = threadIdx.x; i < pieces; i += AT_ONCE * blockDim.x) {
+#pragma unroll
+            for (i32 n = 0; n < AT_ONCE; ++n) {
+                const i32 at = i + n * blockDim.x;
+                const u32 needed = at < pieces ? owners[at / PIECES] : 0;
+#pragma unroll
+                for (i32 to = 0; to < RANKS; ++to)
+                    if (needed >> to & 1) store_relaxed_system(there[to] + at, sent(part[n]));
+            }
+            read(i + AT_ONCE * blockDim.x);
         }
         __syncthreads();
-        if (threadIdx.x == 0) store_release_system(e.back_flag(to, mine, chunk), epoch);
+    }
+
+    __device__ __forceinline__ void take(i32 from, i32 first, i32 end, u64 epoch) const {
+        __shared__ i32 said;
+        __shared__ bool wanted[Exchange::MOST_OF_UNIT];
+        const i32 mine = e.rank(), before = from * e.most;
+        if (threadIdx.x == 0) said = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
+        for (i32 t = threadIdx.x; t < end - first; t += blockDim.x) wanted[t] = false;
+        __syncthreads();
+        const i32 count = min(max(said, 0), e.most);
+        for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
+            uint2 slot[] = {{}};
+            if (i < count * SLOTS)
+                e.take(slot, e.slots(mine, from, 0, epoch) + i, 0, 1, OF_IDS, from);
+            const i32 id = i32(slot[0].x) - 1;
+            all_ids[before * SLOTS + i] = id;
+            all_weights[before * SLOTS + i] = narrow<Weight>(__uint_as_float(slot[0].y));
+            if (e.is_mine(id)) wanted[i / SLOTS - first] = true;
+        }
+        if (first == 0 && threadIdx.x == 0) ends[from] = before + count;
+        uint4* const came = e.row(mine, from, first, epoch);
+        uint4* const x = static_cast<uint4*>(rows) + i64(before + first) * PIECES;
+        __syncthreads();
+        const i32 pieces = (end - first) * PIECES;
+        for (i32 i = threadIdx.x; i < pieces; i += AT_ONCE * blockDim.x) {
+            uint4 part[AT_ONCE];
+            u32 here = 0;
+#pragma unroll
+            for (i32 n = 0; n < AT_ONCE; ++n) {
+                const i32 at = i + n * blockDim.x;
+                here |= u32(at < pieces && wanted[at / PIECES]) << n;
+            }
+            e.take(part, came + i, blockDim.x, here, OF_ROWS, from);
+#pragma unroll
+            for (i32 n = 0; n < AT_ONCE; ++n)
+                if (here >> n & 1) x[i + n * blockDim.x] = part[n];
+        }
+        __syncthreads();
     }
 };
 
@@ -410,49 +402,95 @@ __device__ __forceinline__ void sum_slots(float (&total)[V], const T* y, i64 wid
     }
 }
 
-// Adds what all ranks made of this rank's tokens, in the order of ranks; nothing of those that did
-// not answer. It also awaits ranks that made nothing: they have read what they got.
+// Sends what this rank's experts made of all ranks' tokens back, and adds what all ranks made of
+// this rank's, in the order of ranks; nothing of those that did not answer. It also awaits ranks
+// that made nothing: they have taken what they got.
 template <class Exchange, class Id, class Number>
-struct SumOfRanks {
+struct CombineFrom {
     Exchange e;
+    const i32* all_ids;  // [RANKS * most, SLOTS] and
+    const i32* ends;     // [RANKS], as Dispatch found them
     i32 tokens;
     const Id* ids;  // [tokens, SLOTS]
     Number* y;      // [tokens] rows
 
-    __device__ void run() const {
+    // Rows [RANKS * most] as they are.
+    __device__ void copy(const void* made) const {
+        run([=](i32 row, u32, i32 part) {
+            return static_cast<const uint4*>(made)[i64(row) * PIECES + part];
+        });
+    }
+
+    // made(row, slots, part): 16 bytes of a row, to which only these slots of its token have
+    // something to add.
+    template <class Made>
+    __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
-        const u64 epoch = e.epoch();
-        const i32 chunks = e.count(tokens, e.chunk());
-        for (i32 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) add(chunk, epoch);
+        const u64 epoch = e.begin();
+        if (blockIdx.x < e.SENDERS) {
+            const i32 unit = e.unit(RANKS * e.most, e.SENDERS), units = e.count(e.most, unit);
+            for (i32 i = blockIdx.x; epoch && i < RANKS * units; i += e.SENDERS)
+                send(e.served(i / units), i % units * unit, unit, epoch, made);
+        } else {
+            e.greet(tokens, epoch, OF_BACK);
+            const i32 unit = e.unit(tokens, e.TAKERS);
+            for (i32 i = blockIdx.x - e.SENDERS; i < e.count(tokens, unit); i += e.TAKERS)
+                add(i * unit, min((i + 1) * unit, tokens), epoch);
+        }
+        e.end();
     }
 
   private:
     static constexpr int V = 16 / sizeof(Number);
-    static constexpr i32 PIECES = Exchange::PIECES_OF_ROW;
+    static constexpr i32 RANKS = Exchange::RANKS, SLOTS = Exchange::SLOTS,
+                         PIECES = Exchange::PIECES, AT_ONCE = RANKS < 4 ? RANKS : 4;
+    static constexpr u32 MASK = (1 << AT_ONCE) - 1;
 
-    __device__ __forceinline__ void add(i32 chunk, u64 epoch) const {
-        __shared__ u32 owners[Exchange::MOST_OF_CHUNK];
-        __shared__ bool answered[Exchange::RANKS];
-        const i32 mine = e.rank();
-        const i32 first = chunk * e.chunk(), end = min(first + e.chunk(), tokens);
-        for (i32 r = threadIdx.x; r < Exchange::RANKS; r += blockDim.x)
-            answered[r] = e.wait(e.back_flag(mine, r, chunk), epoch, OF_BACK, r);
-        __syncthreads();
-        u32 came = 0;
-        for (i32 r = 0; r < Exchange::RANKS; ++r) came |= u32(answered[r]) << r;
+    template <class Made>
+    __device__ __forceinline__ void send(i32 to, i32 first, i32 unit, u64 epoch, Made made) const {
+        __shared__ u32 slots[Exchange::MOST_OF_UNIT];
+        const i32 mine = e.rank(), before = to * e.most;
+        const i32 end = min(first + unit, ends[to] - before);
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
-            owners[t - first] = e.owners(ids + t * Exchange::SLOTS) & came;
+            slots[t - first] = e.slots_here(all_ids + (before + t) * SLOTS);
+        uint4* const there = e.row(to, mine, first, epoch);
         __syncthreads();
         for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
+            const i32 t = i / PIECES;
+            if (slots[t])
+                store_relaxed_system(there + i,
+                                     sent(made(before + first + t, slots[t], i % PIECES)));
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void add(i32 first, i32 end, u64 epoch) const {
+        __shared__ u32 owners[Exchange::MOST_OF_UNIT];
+        __shared__ bool answers[RANKS];
+        const i32 mine = e.rank();
+        for (i32 r = threadIdx.x; r < RANKS; r += blockDim.x)
+            answers[r] = epoch && (r == mine || e.tokens_of(r, epoch, OF_BACK) >= 0);
+        for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
+            owners[t - first] = e.owners(ids + t * SLOTS);
+        __syncthreads();
+        u32 answer = 0;
+        for (i32 r = 0; r < RANKS; ++r) answer |= u32(answers[r]) << r;
+        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
             const i32 t = first + i / PIECES, part = i % PIECES;
+            const u32 from = owners[t - first] & answer;
             float total[V] = {};
+#pragma unroll 1
+            for (i32 before = 0; before < RANKS; before += AT_ONCE) {
+                uint4 found[AT_ONCE];
+                e.take(found, e.row(mine, before, t, epoch) + part, e.apart(),
+                       from >> before & MASK, OF_BACK, before, 1);
 #pragma unroll
-            for (i32 r = 0; r < Exchange::RANKS; ++r) {
-                if (!(owners[t - first] >> r & 1)) continue;
-                const Vector<Number, V> found = load_vector<V>(
-                    reinterpret_cast<const Number*>(e.row(mine, r, t, epoch) + part));
+                for (i32 n = 0; n < AT_ONCE; ++n) {
+                    if (!(from >> (before + n) & 1)) continue;
+                    const auto& numbers = reinterpret_cast<const Vector<Number, V>&>(found[n]);
 #pragma unroll
-                for (int v = 0; v < V; ++v) total[v] += widen(found.at[v]);
+                    for (int v = 0; v < V; ++v) total[v] += widen(numbers.at[v]);
+                }
             }
             Vector<Number, V> sum;
 #pragma unroll
