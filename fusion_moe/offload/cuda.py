@@ -144,10 +144,8 @@ class Cuda:
             y, _, _, slot_of = steps.rows(self._given(x, placed, w))
             return steps.sum(y, slot_of, w)
         count, k = ids.numel(), ids.shape[1]
-        order, more = (
-            table[0].short()[experts].sort(stable=True).indices,
-            max(t.size for t in turns),
-        )
+        order = table[0].short()[experts].sort(stable=True).indices
+        more = max(turn.size for turn in turns)  # rows of no turn, up to its size
         turn_of, slots = (pad(of[experts[order]], (0, more), value=-1) for of in table.int())
         order = pad(order, (0, more))
         to, tokens, weights = order.int(), order // k, w.flatten()[order, None]
