@@ -123,7 +123,7 @@ def test_rows_go_to_the_worker_and_back(folder):
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stderr == ""
-    assert done.stdout.split() == ["answered", "late", "gone"]
+    assert done.stdout.split() == ["answered", "agreed", "late", "gone"]
     assert done.returncode == 0
 
 

@@ -121,6 +121,24 @@ int run() {
     }
     std::puts("answered");
 
+    // Tables are published while blocks look: all of them have the same one.
+    std::atomic<bool> done = false;
+    for (i32 e = 0; e < E; ++e) gpu.tables[0][e] = e, gpu.tables[1][e] = -1;
+    for (auto& id : gpu.ids)
+        for (i64& n : id) n = &n - &gpu.ids[0][0] & (E - 1);
+    std::thread publishes([&] {
+        for (i32 turn = 0; !done; ++turn) store_flag(&gpu.version, turn % 2);
+    });
+    for (i32 turn = 0; turn < 300; ++turn) {
+        gpu.run();
+        NEED(gpu.counts.rows == 0 || gpu.counts.rows == ROWS);
+        asked += gpu.counts.rows > 0;
+        NEED(gpu.box.posted == asked && (gpu.counts.rows == 0 || gpu.box.rows == ROWS));
+    }
+    done = true;
+    publishes.join();
+    std::puts("agreed");
+
     const auto fault = [&] { return u64(gpu.error) >> 32; };
     const auto told = [](i32 why) { return u64(NO_ANSWER) << 24 | u64(why); };
     for (auto& place : gpu.tables[gpu.version]) place = -1;
