@@ -852,7 +852,10 @@ def test_local_experts():
     """A block more sorts the rows of ids that name no group; only if all experts are here are those
     other than -1 reported.
     """
-    for first_expert, route in (None, "Route<i64>{"), (32, "Route<i64, true>{"):
+    for first_expert, route, of_many in (
+        (None, "Route<i64>{", "Route<i64, false, 4>{"),
+        (32, "Route<i64, true>{", "Route<i64, true, 4>{"),
+    ):
         up, down = sources(first_expert=first_expert)
         routing, product = (
             launches(up, 4)[0],
@@ -860,8 +863,10 @@ def test_local_experts():
         )
         assert routing.blocks == 129
         assert route in routing.text
+        many = next(x for x in launches(up, 4096) if x.name == "route")
+        assert of_many in many.text
         assert f", {first_expert or 0}, i32(rows()), number);" in product.text  # by ids
-    build_all([routing, product, *launches(down, 4)], H200)
+    build_all([routing, many, product, *launches(down, 4)], H200)
 
 
 def test_tensors_elsewhere_are_refused():

@@ -494,7 +494,7 @@ def test_a_layer_of_two_repeats(variant, changes, inner, monkeypatch):
 @pytest.mark.parametrize("groups", [1, 8, 37, 256, 300])
 @pytest.mark.parametrize(
     ("count", "slots"),
-    [(1, 2), (16, 2), (11, 3), (48, 1), (9, 7), (8, 8), (65, 1), (500, 2), (1500, 2), (3000, 2)],
+    [(1, 2), (16, 2), (11, 3), (48, 1), (9, 7), (8, 8), (65, 1), (500, 2), (1500, 2), (1367, 3)],
 )
 def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, slots, groups):
     ids = torch.randint(0, groups, (count, slots), generator=generator())
@@ -505,11 +505,16 @@ def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, slots, group
         ids.clamp(groups // 3, groups // 2),
         some,
         torch.full_like(ids, -1),
+        some.int(),
     ):
         poison()
         found = ops.route(these.cuda(), groups)
         want = by_reference(ops.route, these.cuda(), groups)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    ids[-1, 0] = groups
+    ops.route(ids.cuda(), groups)
+    with pytest.raises(GroupsError, match=rf"= {groups} is out of range"):
+        fusion_moe.synchronize()
 
 
 def test_small_operations():

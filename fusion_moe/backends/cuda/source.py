@@ -36,6 +36,9 @@ THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
 _MAX_WARPS = 32
+# a lane of `route` reads so many ids at once if there are more than the first, and no more groups:
+# its registers leave a multiprocessor one block
+_FEW_IDS, _FEW_GROUPS, _IDS_OF_LANE = 4096, 128, 4
 # of a combine: threads of a block, few so that one fits beside the blocks before it; slots that a
 # thread reads at once
 _SUM_THREADS, _SLOTS = 64, 8
@@ -375,16 +378,22 @@ class Source(Writer):
         warps = next(
             (w for most, w in _WARPS.items() if not any_size and count <= most), _MAX_WARPS
         )
-        return replace(self.once(self._routing_kernel, op), threads=32 * warps)
+        many = not any_size and count > _FEW_IDS and op.attrs["groups"].count <= _FEW_GROUPS
+        ids = _IDS_OF_LANE if many else 1
+        return replace(self.once(self._routing_kernel, op, ids), threads=32 * warps)
 
-    def _routing_kernel(self, op: Op) -> KernelSource:
+    def _routing_kernel(self, op: Op, ids_of_lane: int) -> KernelSource:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         types, first = stored(ids), op.attrs.get("first_expert")
         if first is not None:
-            types, given = f"{types}, true", f"{given}, {first}"
+            given = f"{given}, {first}"
+        if first is not None or ids_of_lane > 1:
+            types += f", {str(first is not None).lower()}"
+        if ids_of_lane > 1:
+            types += f", {ids_of_lane}"
         body = [*self.WAIT, f"Route<{types}>{{{given}}}.run();"]
         return self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS)
 

@@ -11,10 +11,10 @@
 
 namespace {
 
-// Sorts the rows of ids [T, slots] by group. Each warp of a block reads a run of ids. Group 0 has
-// the id `first`. One more block than there are groups places the rows of ids that name none, past
-// the last end; unless LOCAL, it reports those other than -1.
-template <class Id, bool LOCAL = false>
+// Sorts the rows of ids [T, slots] by group. Each warp of a block reads a run of ids, a lane V that
+// follow each other. Group 0 has the id `first`. One more block than there are groups places the
+// rows of ids that name none, past the last end; unless LOCAL, it reports those other than -1.
+template <class Id, bool LOCAL = false, int V = 1>
 struct Route {
     const Id* ids;  // [T, slots]
     i32 count, slots, groups;
@@ -27,13 +27,15 @@ struct Route {
         __shared__ i32 before[MOST_WARPS],
             same[MOST_WARPS];  // ids of the groups before and of this one, that each warp has
         const i32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const i32 each = (count + i32(blockDim.x) - 1) / i32(blockDim.x) * 32;
-        const i32 mine = blockIdx.x, from = warp * each + lane;
+        const i32 each = (count + i32(blockDim.x) * V - 1) / (i32(blockDim.x) * V) * (32 * V);
+        const i32 mine = blockIdx.x, from = warp * each + lane * V;
         i32 lower = 0, equal = 0;
-#pragma unroll 8
-        for (i32 i = 0; i < each; i += 32) {
-            const i32 group = group_at(from + i);
-            lower += group < mine, equal += group == mine;
+#pragma unroll UNROLLED
+        for (i32 i = 0; i < each; i += 32 * V) {
+            i32 group[V];
+            groups_at(group, from + i);
+#pragma unroll
+            for (int v = 0; v < V; ++v) lower += group[v] < mine, equal += group[v] == mine;
         }
         lower = __reduce_add_sync(WHOLE_WARP, lower), equal = __reduce_add_sync(WHOLE_WARP, equal);
         if (lane == 0) before[warp] = lower, same[warp] = equal;
@@ -46,6 +48,7 @@ struct Route {
 
   private:
     static constexpr i32 MOST_WARPS = 32;
+    static constexpr int UNROLLED = V == 1 ? 8 : 2;
 
     // Returns the group of the i-th id: `groups` if the id names none, and past the last id a
     // number that no block has.
@@ -57,19 +60,53 @@ struct Route {
         return group;
     }
 
+    // Those of V ids. If these are several, bad ones are reported where they are placed.
+    __device__ __forceinline__ void groups_at(i32 (&group)[V], i32 i) const {
+        if constexpr (V == 1) {
+            group[0] = group_at(i);
+        } else {
+            constexpr int PIECE = 16 / sizeof(Id);
+            Vector<Id, PIECE> some[V / PIECE] = {};
+#pragma unroll
+            for (int p = 0; p < V; p += PIECE)
+                if (i + p + PIECE <= count) some[p / PIECE] = load_vector<PIECE>(ids + i + p);
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const bool whole = i + v / PIECE * PIECE + PIECE <= count;
+                const Id id = whole || i + v >= count ? some[v / PIECE].at[v % PIECE] : ids[i + v];
+                const u64 place = u64(id) - u64(first);
+                const i32 found = sizeof(Id) == 4 ? i32(min(u32(place), u32(groups)))
+                                                  : i32(min(place, u64(groups)));
+                group[v] = i + v < count ? found : groups + 1;
+            }
+        }
+    }
+
     // Gives the ids of a warp that name the group `mine` the rows from `row` on, in order.
     __device__ __forceinline__ void place(i32 from, i32 each, i32 mine, i32 row) const {
         const u32 lower_lanes = (1u << threadIdx.x % 32) - 1;
-#pragma unroll 8
-        for (i32 i = 0; i < each; i += 32) {
-            const bool here = group_at(from + i) == mine;
-            const u32 all = __ballot_sync(WHOLE_WARP, here);
-            if (here) {
-                const i32 to = row + __popc(all & lower_lanes);
-                row_of[to] = (from + i) / slots;
-                slot_of[from + i] = to;
-            }
-            row += __popc(all);
+#pragma unroll UNROLLED
+        for (i32 i = 0; i < each; i += 32 * V) {
+            i32 group[V];
+            groups_at(group, from + i);
+            u32 all[V];
+#pragma unroll
+            for (int v = 0; v < V; ++v) all[v] = __ballot_sync(WHOLE_WARP, group[v] == mine);
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+                if (group[v] == mine) {
+                    const i32 n = from + i + v;
+                    if (V > 1 && !LOCAL && mine == groups && ids[n] != -1)
+                        report(error, BAD_ID, n, i32(ids[n]));
+                    i32 to = row;
+#pragma unroll
+                    for (int w = 0; w < V; ++w)
+                        to += __popc(all[w] & lower_lanes) + (w < v && group[w] == mine);
+                    row_of[to] = n / slots;
+                    slot_of[n] = to;
+                }
+#pragma unroll
+            for (int v = 0; v < V; ++v) row += __popc(all[v]);
         }
     }
 };
