@@ -66,7 +66,7 @@ def assert_apart(model: str, apart: bool, activation: str | None = None) -> None
     _, *made = kernels(model, 4096, activation=activation)
     found = [[kernel.name for kernel in segment] for segment in made]
     assert [names[-2:] for names in found] == [
-        ["route", "fp8_gemm"],
+        ["sort_rows", "fp8_gemm"],
         *([["copies_0"]] if apart else []),
         ["fp8_gemm", "combine"],
     ]
@@ -88,7 +88,7 @@ def test_runs_of_32_columns_lie_in_one_block(inner, monkeypatch):
 def test_codes_are_multiplied_where_groups_have_many_rows():
     assert names("qwen3", 4096) == [
         ["copies_0"],
-        ["reset_tile_counter", "route", "fp8_gemm"],
+        ["reset_tile_counter", "route", "sort_rows", "fp8_gemm"],
         ["reset_tile_counter", "fp8_gemm", "combine"],
     ]
     few = names("qwen3", 8)

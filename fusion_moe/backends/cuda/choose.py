@@ -19,7 +19,7 @@ from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
 
 # of the elements of arrays that do not hold values
-_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}
+_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2, "u8": 1}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ...arch import Arch
 from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
@@ -38,6 +39,9 @@ LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linea
 _TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
 _RUN = 32  # columns that share a scale
 _CLUSTER = 2  # blocks that share codes of a wgrad
+# gathered rows, sorted before a product that copies them in boxes: in whole layers that is 2 to 4 %
+# faster than gathering in the product
+_SORTED_CODES, _SORTED_SCALES = "sorted_codes", "sorted_scales"
 _M = Variable("m")
 
 
@@ -56,11 +60,16 @@ class Fp8Product(Product):
             ops = self.fusion.ops
             cut = next((op for op in ops if op.kind.name == "slice"), ops[-1])
             raise Inexpressible(cut, f"columns of codes in no runs of {_RUN} have no kernel here")
-        self._codes = list[str]()
+        self._codes, self._sorted = list[str](), list[Array]()
         with suppress(UnsupportedError):
             self._operand = _operand(self)
             self._codes = self._make_codes()
-            self.scratch.append(TILE_COUNTER)
+            if not self._operand.in_boxes:
+                self._sorted = [
+                    Array(_SORTED_CODES, "u8", self.rows * plan.k),
+                    Array(_SORTED_SCALES, "float", self.rows * self._columns[1]),
+                ]
+            self.scratch += [TILE_COUNTER, *self._sorted]
 
     def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
         """That of the codes, if scales are picked as they are."""
@@ -92,7 +101,11 @@ class Fp8Product(Product):
         rows = value(self.rows, sizes)
         many = self.plan.row_order or table_of(arch).many("codes", rows, self.matrices)
         if self._codes and many and not arch.why_not(NEEDS) and variant == AUTO:
-            return Chosen(quantizes_after=bool(self.plan.quantized) and not by_wgmma(arch))
+            wgmma = by_wgmma(arch)
+            return Chosen(
+                quantizes_after=bool(self.plan.quantized) and not wgmma,
+                sorts=wgmma and not self._operand.in_boxes,
+            )
         return super().choose(sizes, arch, variant)
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
@@ -103,10 +116,27 @@ class Fp8Product(Product):
         return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
+            *([self.once(self._sort)] if chosen.sorts else []),
             self._product_of_codes(sizes, arch),
             *([self.once(self._quantize)] if chosen.quantizes_after else []),
             *self.once(self.sums_of_tokens),
         ]
+
+    def _sort(self) -> KernelSource:
+        """Copies the rows that are gathered, as the product reads them."""
+        (k, blocks), operand = self._columns, self._operand
+        at_once = next(n for n in (4, 2, 1) if k % (n * _ALIGNED) == 0)
+        each = k // (at_once * _ALIGNED)  # threads of a row
+        body = [
+            f"const i64 m = i / {each}, c = i % {each};",
+            *operand.lines,
+            f"const i64 row = {operand.row};",
+            f"copy_pieces<{at_once}, {each}>({operand.matrix} + row * {k}, "
+            f"{_SORTED_CODES} + m * {k}, c);",
+            f"for (i64 b = c; b < {blocks}; b += {each}) {_SORTED_SCALES}[m * {blocks} + b] = "
+            f"{self._scales(operand)}[row * {blocks} + b];",
+        ]
+        return self.for_all("sort_rows", self.rows * each, body, headers=self.piece_headers)
 
     def _quantize(self) -> KernelSource:
         """Quantizes the product's result."""
@@ -130,6 +160,8 @@ class Fp8Product(Product):
         by_codes = not chosen.size_classes
         if array.name == UNQUANTIZED and by_codes:
             return chosen.quantizes_after
+        if array in self._sorted:
+            return chosen.sorts
         return by_codes == (array == TILE_COUNTER) and super().uses(array, chosen)
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch) -> KernelSource:
@@ -156,7 +188,10 @@ class Fp8Product(Product):
             (plan.k, plan.n, plan.groups),
             (_K_BLOCK, self._box_rows, 1),
         )
-        rows_of_a = self._operand.boxes(_TILE_M // 2, sizes) if self._operand.in_boxes else None
+        rows_of_a = self._operand.boxes(_TILE_M // 2, sizes)
+        if self._sorted:
+            number = self.array_number(self._sorted[0])
+            rows_of_a = replace(rows_of_a, array=number, sizes=(plan.k, rows))
         return product_kernel(
             self,
             "Fp8Gemm<Segment>",
@@ -197,12 +232,14 @@ class Fp8Product(Product):
             else []
         )
         return [
-            f"static constexpr bool A_BOXES = {str(operand.in_boxes).lower()}, B_BOXES = true, "
-            f"QUANTIZES = {str(bool(to)).lower()};",
+            f"static constexpr bool A_BOXES = true, B_BOXES = true, QUANTIZES = "
+            f"{str(bool(to)).lower()};",
             *quantized,
             f"static constexpr int BOX_ROWS = {self._box_rows};",
             *operand.functions(),
             f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",
+            "__device__ const float* scales_of_rows() const { return "
+            f"{'a_scales()' if operand.in_boxes else _SORTED_SCALES}; }}",
             f"__device__ const {stored(scales)}* b_scales() const {{ return "
             f"{self.names[scales]}; }}",
             f"__device__ static float b_scale({stored(scales)} x) {{ return {scale}; }}",

@@ -462,7 +462,7 @@ class Operand:
         self.owner, self.value, self.columns, self.name = owner, v, columns, name
         made = owner.elements(without=owner.made_later)
         found = made.row_in_memory(v, _M, columns)
-        self._lines = made.lines
+        self.lines = made.lines  # that `row` needs
         self.scratch = (
             [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
         )
@@ -488,18 +488,23 @@ class Operand:
         body = [*made.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
         return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body)]
 
+    @property
+    def matrix(self) -> str:
+        """The name of the matrix."""
+        held = self._matrix
+        return held.name if isinstance(held, Array) else self.owner.names[held]
+
     def functions(self) -> list[str]:
         """The matrix, the gather of row m, and which of the matrix's rows it is."""
-        held, dtype = self._matrix, stored(self.value)
-        matrix = held.name if isinstance(held, Array) else self.owner.names[held]
+        dtype = stored(self.value)
         picked, checked = _unchecked(self.row)
         picks = [op for op in self.owner.fusion.ops if op.kind.name == "index_select"]
         index = "i32" if all(op.values[1].type.dtype == "i32" for op in picks) else "i64"
         return [
             f"using {self.name.upper()}Index = {index};  // what {self.name}_index fits in",
-            f"__device__ const {dtype}* {self.name}_matrix() const {{ return {matrix}; }}",
+            f"__device__ const {dtype}* {self.name}_matrix() const {{ return {self.matrix}; }}",
             f"__device__ __forceinline__ i64 {self.name}_index(i64 m) const {{",
-            *inner([*self._lines, f"return {picked};"]),
+            *inner([*self.lines, f"return {picked};"]),
             "}",
             f"__device__ __forceinline__ i64 {self.name}_row_of(i64 index) const {{ return "
             f"{checked}; }}",

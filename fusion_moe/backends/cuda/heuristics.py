@@ -50,7 +50,8 @@ class Chosen:
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous product wrote them, and whether its result is in fragment order.
     without_rest: whether rows of no group are left unwritten, since nothing reads them.
-    quantizes_after: whether a kernel after a product without variants quantizes its result.
+    quantizes_after: whether a kernel after a product without variants quantizes its result. sorts:
+    whether one before it copies the rows that it gathers.
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -59,6 +60,7 @@ class Chosen:
     any_size: bool = False
     without_rest: bool = False
     quantizes_after: bool = False
+    sorts: bool = False
 
     @property
     def may_chain(self) -> bool:

@@ -6,6 +6,19 @@
 
 namespace {
 
+// COUNT pieces of 16 bytes of a row, every EACH-th from the c-th on; all are read before any is
+// stored.
+template <int COUNT, i64 EACH>
+__device__ __forceinline__ void copy_pieces(const u8* from, u8* to, i64 c) {
+    Vector<u32, 4> x[COUNT];
+#pragma unroll
+    for (int v = 0; v < COUNT; ++v)
+        x[v] = load_vector<4>(reinterpret_cast<const u32*>(from) + (c + v * EACH) * 4);
+#pragma unroll
+    for (int v = 0; v < COUNT; ++v)
+        store_vector<4>(reinterpret_cast<u32*>(to) + (c + v * EACH) * 4, x[v]);
+}
+
 // What the eight codes from place 8 * piece on of rows of K columns stand for, or those that stand
 // there in fragment order.
 template <class T, i32 K, bool FRAGMENT_ORDER>

@@ -1,5 +1,7 @@
 // Grouped products of e4m3 codes with e4m3 codes: rows with a scale for 128 columns, matrices with
-// a scale for 128 columns of each row, both through shared memory to wgmma, as in gemm.cuh.
+// a scale for 128 columns of each row, both through shared memory to wgmma, as in gemm.cuh. Rows
+// come in boxes too: what threads copy piece by piece takes shared memory longer, whose 128 bytes a
+// cycle bound the kernel. So rows that a product gathers are sorted before.
 //
 // The sums of the tensor cores have some 14 bits. So after each K block of 128 columns a consumer
 // multiplies them by both scales and adds them to sums in float32. It multiplies half of a tile's
@@ -74,7 +76,6 @@ struct Fp8Gemm {
     static constexpr i32 LAST_COLUMNS = Segment::WIDTH - (N_TILES - 1) * TILE_COLUMNS;
     static constexpr bool LAST_IS_HALF = LAST_COLUMNS <= HALF_COLUMNS;
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, 1, 1, 64>;
-    using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
     static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
     static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
@@ -87,8 +88,8 @@ struct Fp8Gemm {
         float a[TILE_M], b[TILE_N / RUN_COLUMNS];
     };
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512),
-                          !Segment::A_BOXES, true>;
+                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512), false,
+                          true, WorkTile>;
     using Stage = typename Ring::Stage;
     static_assert(Ring::STAGES <= MOST_STAGES);
 
@@ -123,8 +124,6 @@ struct Fp8Gemm {
     // Producers
     // ---------------------------------------------------------------------------------------------
 
-    static constexpr int A_STEP = PRODUCERS / 8, A_ROWS = TILE_M / A_STEP;  // of a thread
-
     __device__ static __forceinline__ bool is_low(const WorkTile& tile) {
         return tile.m_tile.end - tile.m_tile.first <= TILE_M / 2;
     }
@@ -140,92 +139,101 @@ struct Fp8Gemm {
 
     __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
                                    const TensorMap* b_map) {
-        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
+        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
         typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
-            const WorkTile tile = tiles.current();
-            if (tile.m_tile.group == Segment::GROUPS) {  // rows of no group
-                producer.open();
-                if (thread == 0) producer.expect(0);
-                producer.close(true);
-                continue;
-            }
-            const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
-                      columns = is_half(tile) ? HALF : TILE_N;
-            i32 row[Segment::A_BOXES ? 1 : A_ROWS];
-            if constexpr (!Segment::A_BOXES) {
-                i64 index[A_ROWS] = {};  // all are read before any is needed
-                const i32 first = tile.m_tile.first + thread / 8;
-#pragma unroll
-                for (int i = 0; i < A_ROWS; ++i)
-                    if (first + A_STEP * i < tile.m_tile.end)
-                        index[i] = s.a_index(first + A_STEP * i);
-#pragma unroll
-                for (int i = 0; i < A_ROWS; ++i)
-                    row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
-            }
-            const i64 scaled =
-                s.a_row_of(s.a_index(min(tile.m_tile.first + thread, tile.m_tile.end - 1)));
-            const float* a_scales = s.a_scales() + scaled * K_BLOCKS;
-            const i32 run = min(thread, TILE_N / RUN_COLUMNS - 1) * RUN_COLUMNS;
-            const auto* b_scales = s.b_scales() + (i64(tile.m_tile.group) * Segment::N +
-                                                   min(column(tile.n_tile, run), Segment::N - 1)) *
-                                                      K_BLOCKS;
-            float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
-#pragma unroll 1
-            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
-                Stage& stage = producer.open();
-                Scales& scales = shared.scales[producer.filling.stage];
-                if (thread == 0) {
-                    u64& barrier =
-                        producer.expect(TILE_ROW_BYTES * ((Segment::A_BOXES ? rows : 0) + columns));
-#pragma unroll
-                    for (int r = 0; r < (Segment::A_BOXES ? TILE_M : 0); r += TILE_M / 2)
-                        if (r < rows)
-                            copy_box(shared_address(stage.a) + r * TILE_ROW_BYTES, *a_map,
-                                     kb * K_BLOCK, tile.m_tile.first + r, barrier);
-#pragma unroll
-                    for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
-                        if (c < columns)
-                            copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map,
-                                     kb * K_BLOCK, column(tile.n_tile, c), tile.m_tile.group,
-                                     barrier);
-                }
-                if constexpr (!Segment::A_BOXES) {
-                    const u32 to = shared_address(stage.a);
-                    const i32 k = kb * K_BLOCK + 16 * piece;
-#pragma unroll
-                    for (int i = 0; i < A_ROWS; ++i)
-                        if (A_STEP * i < rows)
-                            cp_async_16_or_zeros(to + swizzled(thread / 8 + A_STEP * i, piece),
-                                                 s.a_matrix() + i64(row[i]) * Segment::K + k,
-                                                 row[i] >= 0 && k < Segment::K);
-                }
-                scales.a[thread] = a_scale;
-                if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
-                const i32 next = min(kb + 1, K_BLOCKS - 1);
-                a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
-                producer.close(true);
-            }
-            check_scales(s, tile);
-        }
-        producer.finish();
+        typename Ring::Queue::Taker tiles(shared.ring.queue, s.tile_counter, thread == 0);
+        const auto next = [&] {
+            return tiles.next([&](i32 n) { return shared.scheduler.find(n); });
+        };
+        WorkTile tile{{-1}};
+        do {
+            const ScalesOfColumns scales(s, tile, thread);
+            const WorkTile following = next();
+            scales.report_others(s, tile, thread);
+            tile = following;
+            if (tile.there()) copy(s, shared, producer, a_map, b_map, tile, thread);
+        } while (tile.there());
     }
 
-    // Reports columns of a run that do not share the scale of the first K block. Other blocks are
-    // not looked at: a weight whose rows have scales of their own differs here too.
-    __device__ static __forceinline__ void check_scales(const Segment& s, const WorkTile& tile) {
-#pragma unroll 1
-        for (i32 c = threadIdx.x % PRODUCERS; c < TILE_N; c += PRODUCERS) {
-            const i32 j = tile.n_tile * TILE_COLUMNS + c / HALF * HALF_COLUMNS + c % HALF_COLUMNS,
-                      row = min(column(tile.n_tile, c), Segment::N - 1);
-            const i64 place = (i64(tile.m_tile.group) * Segment::N + row) * K_BLOCKS;
-            const u32 own = __float_as_uint(s.b_scale(s.b_scales()[place])),
-                      first = __shfl_sync(WHOLE_WARP, own, 0);
-            if (j < Segment::WIDTH && own != first)
-                report(s.error, BAD_SCALE, tile.m_tile.group, row);
+    __device__ static __forceinline__ void copy(const Segment& s, Shared& shared,
+                                                typename Ring::Producer& producer,
+                                                const TensorMap* a_map, const TensorMap* b_map,
+                                                const WorkTile& tile, i32 thread) {
+        if (tile.m_tile.group == Segment::GROUPS) {  // rows of no group
+            producer.open();
+            if (thread == 0) producer.expect(0);
+            producer.close(false);
+            return;
         }
+        const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
+                  columns = is_half(tile) ? HALF : TILE_N;
+        const float* a_scales =
+            s.scales_of_rows() +
+            i64(min(tile.m_tile.first + thread, tile.m_tile.end - 1)) * K_BLOCKS;
+        const i32 run = min(thread, TILE_N / RUN_COLUMNS - 1) * RUN_COLUMNS;
+        const auto* b_scales = scales_of_column(s, tile, run);
+        float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
+#pragma unroll 1
+        for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+            Stage& stage = producer.open();
+            Scales& scales = shared.scales[producer.filling.stage];
+            if (thread == 0) {
+                u64& barrier = producer.expect(TILE_ROW_BYTES * (rows + columns));
+#pragma unroll
+                for (int r = 0; r < TILE_M; r += TILE_M / 2)
+                    if (r < rows)
+                        copy_box(shared_address(stage.a) + r * TILE_ROW_BYTES, *a_map, kb * K_BLOCK,
+                                 tile.m_tile.first + r, barrier);
+#pragma unroll
+                for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
+                    if (c < columns)
+                        copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map, kb * K_BLOCK,
+                                 column(tile.n_tile, c), tile.m_tile.group, barrier);
+            }
+            scales.a[thread] = a_scale;
+            if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
+            const i32 next = min(kb + 1, K_BLOCKS - 1);
+            a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
+            producer.close(false);
+        }
+    }
+
+    // The scales of a thread's columns in the first K block. Others are not looked at: a weight
+    // whose rows have scales of their own differs here too.
+    struct ScalesOfColumns {
+        static constexpr int EACH = TILE_N / PRODUCERS;
+        float own[EACH];
+
+        __device__ __forceinline__ ScalesOfColumns(const Segment& s, const WorkTile& tile,
+                                                   i32 thread) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                own[i] = s.b_scale(*scales_of_column(s, tile, thread + PRODUCERS * i));
+        }
+
+        // Reports columns of a run that do not share a scale.
+        __device__ __forceinline__ void report_others(const Segment& s, const WorkTile& tile,
+                                                      i32 thread) const {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const i32 c = thread + PRODUCERS * i, j = tile.n_tile * TILE_COLUMNS +
+                                                          c / HALF * HALF_COLUMNS +
+                                                          c % HALF_COLUMNS;
+                const u32 scale = __float_as_uint(own[i]),
+                          first = __shfl_sync(WHOLE_WARP, scale, 0);
+                if (u32(tile.m_tile.group) < Segment::GROUPS && j < Segment::WIDTH &&
+                    scale != first)
+                    report(s.error, BAD_SCALE, tile.m_tile.group, column(tile.n_tile, c));
+            }
+        }
+    };
+
+    // Of column c of a tile, or of the last one.
+    __device__ static __forceinline__ auto scales_of_column(const Segment& s, const WorkTile& tile,
+                                                            i32 c) {
+        const i32 group = max(0, min(tile.m_tile.group, Segment::GROUPS - 1)),
+                  row = min(column(tile.n_tile, c), Segment::N - 1);
+        return s.b_scales() + (i64(group) * Segment::N + row) * K_BLOCKS;
     }
 
     // Consumers
@@ -500,9 +508,8 @@ struct Fp8Gemm {
 
     __device__ static void consume(const Segment& s, Shared& shared) {
         PipelineState<Ring::STAGES> reading;
-        typename Ring::Queue::Reader numbers(shared.ring.queue);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
-            const WorkTile tile = tiles.current();
+        typename Ring::Queue::Reader tiles(shared.ring.queue);
+        for (WorkTile tile = tiles.next(); tile.there(); tile = tiles.next()) {
             mark_tile(threadIdx.x % 128 == 0, false);
             if (tile.m_tile.group == Segment::GROUPS)
                 store_ungrouped(s, shared, tile, reading);

@@ -31,15 +31,16 @@ constexpr int GEMM_CONSUMERS = 2, GEMM_PRODUCERS = 128;  // warpgroups; threads 
 // The ring of stages and the queue of work tiles that both kernels have. A consumer warpgroup has
 // HEIGHT * 64 rows of a tile, or, if the tile has only 64 rows, COLUMNS of its columns. COPIES:
 // whether producer threads copy (cp.async); STORES: whether they also store numbers that they
-// compute; BYTES_BESIDE: bytes of shared memory that the kernel needs in addition.
+// compute; BYTES_BESIDE: bytes of shared memory that the kernel needs in addition; Told: what the
+// queue tells of a tile.
 template <class Segment, int TILE_M, int TILE_N, int PRODUCERS, int BYTES_BESIDE, bool COPIES,
-          bool STORES>
+          bool STORES, class Told = i32>
 struct GemmRing {
     static constexpr bool SHARES_ROWS = TILE_M == 64;
     static constexpr int HEIGHT = SHARES_ROWS ? 1 : TILE_M / (64 * GEMM_CONSUMERS),
                          COLUMNS = SHARES_ROWS ? TILE_N / GEMM_CONSUMERS : TILE_N;
     static constexpr bool BOXES = Segment::A_BOXES || Segment::B_BOXES;
-    using Queue = TileQueue<8>;
+    using Queue = TileQueue<8, Told>;
     struct alignas(1024) Stage {
         u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
     };

@@ -29,6 +29,8 @@ struct alignas(16) WorkTile {
     MTile m_tile;
     i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
     u32 consumers;       // a bit for each consumer that computes it
+
+    __device__ __forceinline__ bool there() const { return m_tile.group >= 0; }
 };
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // the number of an idle block, past the last tile
@@ -71,6 +73,13 @@ class TileScheduler {
             end_ = waves_.end + group[GROUPS].y;
         }
         __syncthreads();
+    }
+
+    // The work tile of a number, by a whole warp; not there() past the last one.
+    __device__ __forceinline__ WorkTile find(i32 number) const {
+        WorkTiles tiles(*this);
+        tiles.go_to(number);
+        return tiles.more() ? tiles.current() : WorkTile{{-1}};
     }
 
     // Goes through the work tiles of this block.
