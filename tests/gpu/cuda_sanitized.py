@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kernel_tables import TABLE, variants_of
+from kernel_tables import MMA, TABLE, variants_of
 from test_cuda_kernels import exact_weight, generator, program
 from test_cuda_lora import Layer as AdaptedLayer
 from test_cuda_lora import arguments, step
@@ -50,12 +50,16 @@ class Call(NamedTuple):
     others: dict[str, Any]
     faulty: bool = False
 
-    def run(self) -> None:
+    def compute(self) -> None:
         """On the GPU, compiled anew, with nothing left to the reference."""
         args = tree_map(lambda a: a.cuda() if isinstance(a, torch.Tensor) else a, list(self.args))
         program(self.name, args, self.others)(
             list(bind(SPECS[self.name], args, self.others).tensors.values())
         )
+
+    def run(self) -> None:
+        """Is found faulty if it is."""
+        self.compute()
         assert is_faulty() == self.faulty
 
 
@@ -158,12 +162,13 @@ class Training(NamedTuple):
 
     def _raises(self) -> bool:
         try:
-            self._both()
+            self.compute()
         except GroupsError:
             return True
         return is_faulty()
 
-    def _both(self) -> None:
+    def compute(self) -> None:
+        """Forward and backward."""
         x, ids, w, gate_up, down, *biases = (
             t.cuda().requires_grad_(t.is_floating_point()) for t in self.given
         )
@@ -225,6 +230,7 @@ def build_every_lane_arrives(kernel: KernelSource, arch: Arch) -> Path:
 
 def use_first(kind: str, regime: Regime) -> None:
     """One regime for all sizes, and others where its kernels do not fit."""
+    print(kind, *(variant.name for variant in regime.variants), flush=True)
     changed = replace(TABLE, **{kind: (regime, *getattr(TABLE, kind))})
     heuristics.table_of = lambda arch: changed
 
@@ -237,7 +243,12 @@ def main(part: str) -> None:
 
 
 def run_all(calls: Iterable[Call | Training]) -> None:
-    for call in calls:
+    """One after the other, once the kernels of all are compiled, in parallel."""
+    all_calls = list(calls)
+    with fusion_moe.preparing():
+        for call in all_calls:
+            call.compute()
+    for call in all_calls:
         call.run()
 
 
@@ -260,10 +271,23 @@ def products_by(layout: str) -> None:
     alone = [Regime(ALWAYS, (variant,)) for variant in variants if variant.cluster == 1]
     for regime in (*alone, *(several if {*M8, *M32, *M80, *M160} <= {*variants} else [])):
         use_first(kind, regime)
-        run_all((*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)))
-        run_all(products(layout, "mxfp4"))
-        run_all(products(layout, "int4"))
-        run_all(products(layout, "nvfp4", torch.float16))
+        run_all(
+            (
+                *products(layout),
+                *layers(layout, tokens=7),
+                *layers(layout, tokens=60),
+                *products(layout, "mxfp4"),
+                *products(layout, "int4"),
+                *products(layout, "nvfp4", torch.float16),
+            )
+        )
+
+
+def without_wgmma() -> None:
+    """Of each variant that GPUs without it have for many rows, which are in no table of an H200."""
+    for variant in (v for v in MMA if not v.row_order):
+        use_first("tiled", Regime(ALWAYS, (variant,)))
+        run_all((*products("w16x64", k=512), *layers("w16x64", tokens=60)))
 
 
 def wide_products() -> None:
@@ -327,6 +351,7 @@ PARTS = {
     "loops": lambda: run_all(without_product()),
     "linear": lambda: products_by("linear"),
     "tiled": lambda: products_by("w16x64"),
+    "mma": without_wgmma,
     "wide": wide_products,
     "fp8": fp8,
     "adapters": adapters,

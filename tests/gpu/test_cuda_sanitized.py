@@ -32,9 +32,10 @@ def sanitizer() -> str:
 
 
 FP8 = pytest.param("fp8", marks=pytest.mark.needs("wgmma"))
+PARTS = ["training", "loops", "linear", "tiled", "mma", "wide", FP8, "adapters"]
 
 
-@pytest.mark.parametrize("part", ["training", "loops", "linear", "tiled", "wide", FP8, "adapters"])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_clean(tool, part):
     script = Path(__file__).parent / "cuda_sanitized.py"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import quantiles
+from statistics import NormalDist, quantiles
 
 import fit
 from timings import Cell, Timings, way
@@ -102,15 +102,23 @@ def _of_large_mma(v: LargeMma, cell: Cell, gpu: Arch) -> float:
     driver = (name for name, known in KNOWN.items() if known.name == gpu.name)
     each_clock = tensor_rate(next(driver, gpu.name), gpu.capability, 1, 1)
     clock = gpu.tensor_rate / (each_clock * gpu.multiprocessors)
-    height = math.ceil(min(v.tile_m, cell.rows / touched) / 16) * 16
+    rows = cell.rows / touched  # of a group, on average
+    m_tiles = _m_tiles(rows, v.tile_m)
+    height = max(16.0, (rows + 8) / m_tiles)  # a multiple of 16 for each group
     clocks = _overlapped(
         4 * v.repeats * height / 8 * _FLOP / each_clock,
         (60 * v.repeats + height * (v.repeats / 2 + 0.25) + 35) / 4,
         height + 5 * v.repeats + height / 3,
     )
-    blocks = max(touched, cell.rows / v.tile_m) * math.ceil(of.tiles / v.tiles)
-    waves = math.ceil(blocks / (gpu.multiprocessors * v.per_sm))
+    blocks = touched * m_tiles * math.ceil(of.tiles / v.tiles)
+    waves = math.ceil(blocks / (gpu.multiprocessors * v.teams))
     return waves * (_WARPS * of.k / 64 * clocks / clock * 1e6 + constants().work_tile)
+
+
+def _m_tiles(rows: float, tile_m: int) -> float:
+    """M tiles of a group, whose rows vary as if each chose a group at random."""
+    found = NormalDist(rows, math.sqrt(rows))
+    return 1 + sum(1 - found.cdf(k * tile_m + 0.5) for k in range(1, math.ceil(rows / tile_m) + 4))
 
 
 def table(timings: Timings, gpu: Arch) -> Table:

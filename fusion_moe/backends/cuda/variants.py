@@ -336,25 +336,20 @@ class LargeMma(OnGpus):
     needs = ("mma", "cp.async")
     header = "large_mma.cuh"
     cluster = 1
+    per_sm = 1
+    threads = 256
     persistent = True
     reads_fragment_order = False
     prefers_natural_order = False
 
     @property
-    def per_sm(self) -> int:  # type: ignore[override]
-        """Blocks that share a multiprocessor: its eight warps can have all registers that an
-        instruction can name.
-        """
+    def teams(self) -> int:
+        """Of a block: each computes a work tile."""
         return 2 // self.consumers
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * self.consumers
-
-    @property
     def tiles(self) -> int:
-        """Tiles of 16 columns of the product that a block makes at once."""
+        """Tiles of 16 columns of the product that a team makes at once."""
         return 4 * self.consumers * self.repeats
 
     @property
@@ -364,11 +359,8 @@ class LargeMma(OnGpus):
         return f"large_mma_{self.tile_m}x{self.consumers}x{self.repeats}{row}"
 
     def shared(self, arch: Arch) -> int:
-        """Dynamic shared memory per block: its part of a multiprocessor's, of which the driver
-        takes 1 KiB for each block.
-        """
-        part = arch.shared_per_multiprocessor // self.per_sm // 1024 * 1024 - 1024
-        return min(part, arch.shared_per_block)
+        """Dynamic shared memory per block: the most it can have."""
+        return arch.shared_per_block
 
     def call(self, arch: Arch) -> str:
         """The call in the kernel."""
@@ -381,7 +373,7 @@ class LargeMma(OnGpus):
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Stages of the ring in shared memory, at most: kernels/large_mma.cuh has up to six."""
         stage = ceil_to(self.tile_m * 128 + self.tiles * of.tile_bytes, 128)
-        return (self.shared(arch) - 20 * of.groups - 60) // stage
+        return (self.shared(arch) - 20 * of.groups - 80) // (self.teams * stage)
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, it has the stages that it needs,
@@ -476,7 +468,7 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(2, 1, 1, 1, 1, 4, row_order=True),
     ),
     "MMA_M32": _of_both_orders((32, 1, 4), (32, 1, 2)),
-    "MMA_M64": _of_both_orders((48, 1, 4), (64, 1, 2), (64, 2, 2)),
+    "MMA_M64": _of_both_orders((48, 1, 4), (64, 1, 4), (64, 1, 2), (64, 2, 2)),
 }
 # only for products with one group: see one_group.py
 SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))
@@ -486,9 +478,9 @@ ALL: tuple[Variant, ...] = tuple(
 _OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
 _MIN_STAGES = 3
 _PROLOGUE_EPILOGUE_K_BLOCKS = 4  # how many K blocks take as long
-# of kernels/large_mma.cuh, by counted instructions and bytes (docs/extend/large_m.md): what cannot
-# overlap with products, in their units
-_READING, _DEQUANTIZING = 0.67, 9
+# of kernels/large_mma.cuh: what does not overlap with products, in their units, by counted bytes
+# and by the times of tiles of 48 and 64 rows on an H200 (docs/extend/large_m.md)
+_READING, _DEQUANTIZING = 0.67, 32
 _TWO_REPEATS = 0.955  # relative time of a tile, since repeats share the work for each stage
 
 

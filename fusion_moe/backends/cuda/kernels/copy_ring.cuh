@@ -1,4 +1,4 @@
-// A ring of stages in shared memory that all threads of a block fill (`cp.async`) and read, on GPUs
+// A ring of stages in shared memory that all threads of a team fill (`cp.async`) and read, on GPUs
 // whose warps cannot exchange registers: nobody only copies.
 #pragma once
 
@@ -6,16 +6,21 @@
 
 namespace {
 
-// READ: how many stages are read between two calls of `next`: 2 if a block goes on with one after
+// The threads of a ring if they are all of a block.
+struct WholeBlock {
+    static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+
+// READ: how many stages are read between two calls of `next`: 2 if a team goes on with one after
 // the call that makes the next one complete. The copies of the others are in flight.
-template <int STAGES, int READ = 1>
+template <int STAGES, int READ = 1, class Team = WholeBlock>
 class CopyRing {
     static constexpr int AHEAD = STAGES - READ;
     static_assert(AHEAD >= 1, "copies of a stage at least are in flight");
 
   public:
     // Begins the copies of the first of `count` K blocks. copy(stage, kb): those of a thread. No
-    // thread of the block still reads a stage.
+    // thread of the team still reads a stage.
     template <class Copy>
     __device__ __forceinline__ void begin(i32 count, Copy copy) {
         reading_ = STAGES - 1, filled_ = 0, count_ = count;
@@ -24,11 +29,11 @@ class CopyRing {
     }
 
     // The next K block is complete, for all threads, in `stage()`. All have read the stage that is
-    // filled now. By all threads of the block, once for each K block.
+    // filled now. By all threads of the team, once for each K block.
     template <class Copy>
     __device__ __forceinline__ void next(Copy copy) {
         cp_async_wait<AHEAD - 1>();
-        __syncthreads();
+        Team::sync();
         reading_ = reading_ + 1 == STAGES ? 0 : reading_ + 1;
         fill(reading_ < READ ? reading_ + AHEAD : reading_ - READ, copy);
     }

@@ -228,7 +228,7 @@ struct LargeMTile {
     // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has
     // there.
     __device__ static __forceinline__ i32 repeat_of(int h) {
-        return threadIdx.x / WARPGROUP * REPEATS + h;
+        return (CONSUMERS == 1 ? 0 : threadIdx.x / WARPGROUP) * REPEATS + h;
     }
     __device__ static __forceinline__ i32 weight_tile_of(int h) {
         return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS;
@@ -294,12 +294,13 @@ struct LargeMTile {
         }
     }
 
-    // Stores the results of rows that belong to no group.
+    // Stores the results of rows that belong to no group. thread: of those of the consumers.
     __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s,
-                                                                const WorkTile& work_tile) {
+                                                                const WorkTile& work_tile,
+                                                                u32 thread) {
         constexpr int V = 8;
         const i32 pieces = (work_tile.m_tile.end - work_tile.m_tile.first) * (TILE_N / V);
-        for (i32 first = threadIdx.x / 32 * 32; first < pieces; first += WARPGROUP * CONSUMERS) {
+        for (i32 first = thread / 32 * 32; first < pieces; first += WARPGROUP * CONSUMERS) {
             const i32 i = first + threadIdx.x % 32, m = work_tile.m_tile.first + i / (TILE_N / V);
             const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
             const RowMajor at{work_tile.n_tile * TILE_N + i % (TILE_N / V) * V};

@@ -2,14 +2,16 @@
 // large_m.cuh: the matrix is on the side of mma's 16 rows, the activations on that of its 8
 // columns.
 //
-// All warps of a block copy (copy_ring.cuh) and multiply. A warp has 16 * REPEATS rows of the
+// All warps of a team copy (copy_ring.cuh) and multiply. A warp has 16 * REPEATS rows of the
 // matrix and all rows of the work tile. So weights are dequantized once, and stay in registers for
 // all of these rows; activations are read from shared memory by every warp, for REPEATS products at
-// a time. Two blocks of one consumer share a multiprocessor: one multiplies while another stores,
-// or waits for the first copies of a work tile.
+// a time. A block has two teams of one consumer: one multiplies while the other stores, or waits
+// for the first copies of a work tile. They take the block's work tiles in turn, whoever is done
+// first: warps of one are often preferred, and its team would else be done long before the other.
 //
-// A K block is two halves, of 32 k each. While one is multiplied, fragments for the next are made.
-// So the next K block has to be there in the middle of this one.
+// A K block is two halves, of 32 k each. Fragments of one are made while the other team multiplies:
+// a second set of them would take registers from rows, and lost 4 % beside it. The packed weights of the
+// next K block are loaded before the second half is multiplied, so it has to be there by then.
 //
 // Rows are row-major. Lane 4 r + c has the 16 columns of a tile from 16 c on (reader.cuh), which
 // are 32 bytes of a row: two loads that need no ldmatrix, and registers that follow each other for
@@ -28,8 +30,8 @@ namespace {
 
 template <class Segment, int TILE_M, int CONSUMERS, int REPEATS, bool ROW_ORDER>
 struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSUMERS, true, false> {
-    static constexpr int THREADS = 128 * CONSUMERS;
-    using Tile = LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, THREADS, true, false>;
+    static constexpr int TEAM_THREADS = 128 * CONSUMERS, TEAMS = 256 / TEAM_THREADS;
+    using Tile = LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, TEAM_THREADS, true, false>;
     using Tile::ALL_K_BLOCKS, Tile::N_TILES, Tile::REPEATS_PER_RESULT, Tile::WARPGROUP_WARPS,
         Tile::repeat_of, Tile::weight_tile_of;
     using typename Tile::Packed, typename Tile::RepeatWeights, typename Tile::Scales,
@@ -37,7 +39,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         typename Tile::Weights;
     static constexpr int RUNS = Scales::COUNT, RUN_K_BLOCKS = ALL_K_BLOCKS / RUNS;
     // Of M tiles: there is a loop for each height. A step of the copies has as many rows.
-    static constexpr int HEIGHTS = THREADS / (TILE_ROW_BYTES / 16);
+    static constexpr int HEIGHTS = TEAM_THREADS / (TILE_ROW_BYTES / 16);
     static_assert(TILE_M % HEIGHTS == 0, "whole steps of copies");
     static_assert(ALL_K_BLOCKS % RUNS == 0, "whole runs");
 
@@ -45,24 +47,47 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         u8 activations[TILE_M * TILE_ROW_BYTES];
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
-    using TileScheduler =
-        ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES, 1, 1, HEIGHTS>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M,
+                                          Segment::GROUPS_READ_PER_TWO_TILES, 1, 1, HEIGHTS, false>;
     using WorkTiles = typename TileScheduler::WorkTiles;
+    // The threads that compute a work tile.
+    struct Team {
+        static __device__ __forceinline__ u32 number() {
+            return TEAMS == 1 ? 0 : threadIdx.x / TEAM_THREADS;
+        }
+        static __device__ __forceinline__ u32 thread() {
+            return TEAMS == 1 ? threadIdx.x : threadIdx.x % TEAM_THREADS;
+        }
+        static __device__ __forceinline__ void sync() {
+            if constexpr (TEAMS == 1)
+                __syncthreads();
+            else
+                named_barrier_sync(1 + number(), TEAM_THREADS);
+        }
+    };
+    struct Turns {
+        i32 taken, of_team[TEAMS];
+    };
     static constexpr int FIT =
-        (Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler))) / int(sizeof(Stage));
+        (Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(Turns))) /
+        int(TEAMS * sizeof(Stage));
     static constexpr int STAGES = FIT < 6 ? FIT : 6;
-    using Ring = CopyRing<STAGES, 2>;
+    using Ring = CopyRing<STAGES, 2, Team>;
 
     struct Shared {
-        Stage stage[STAGES];
+        Stage stage[TEAMS][STAGES];
         TileScheduler scheduler;
+        Turns turns;
+
+        __device__ __forceinline__ Stage* stages() { return stage[Team::number()]; }
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
-                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * STAGES);
+                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * TEAMS * STAGES);
 
     __device__ static void run(const Segment& s, const SizeClass& size_class) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
+        if (threadIdx.x == 0) shared.turns.taken = TEAMS;
         if (!size_class.reads_before_wait) griddepcontrol_wait();
         shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class,
                                blockIdx.x == 0 ? s.error : nullptr,
@@ -71,21 +96,31 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
             griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         WorkTiles work(shared.scheduler);
-        for (; work.more_grouped(); work.advance()) {
-            mark_tile(threadIdx.x == 0, false);
+        for (work.go_to_turn(Team::number()); work.more(); work.go_to_turn(next(shared.turns))) {
+            if (!work.more_grouped()) {
+                Tile::store_ungrouped_rows(s, work.current(), Team::thread());
+                continue;
+            }
+            mark_tile(Team::thread() == 0, false);
             float sum[REPEATS][TILE_M / 2];
             multiply(s, shared, work.current(), sum);
             store(s, shared, work.current(), sum);  // found again: registers are short meanwhile
-            mark_tile(threadIdx.x == 0, true);
-            __syncthreads();  // before the next copies
+            mark_tile(Team::thread() == 0, true);
         }
-        for (; work.more(); work.advance()) Tile::store_ungrouped_rows(s, work.current());
         if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1)
             griddepcontrol_wait();
     }
 
   private:
     using Fragments = u32[REPEATS][2][4];  // of half a K block
+
+    // Takes the team's next turn, once all of it have stored their results.
+    __device__ static __forceinline__ i32 next(Turns& turns) {
+        Team::sync();
+        if (Team::thread() == 0) turns.of_team[Team::number()] = atomicAdd(&turns.taken, 1);
+        Team::sync();
+        return turns.of_team[Team::number()];
+    }
 
     __device__ static __forceinline__ void multiply(const Segment& s, Shared& shared,
                                                     const WorkTile& work_tile,
@@ -106,11 +141,11 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
                                                  const WorkTile& work_tile,
                                                  float (&sum)[REPEATS][TILE_M / 2]) {
         constexpr int BUFFERS = 2;
-        static_assert(CONSUMERS * BUFFERS * Transpose::BUFFER_BYTES <= sizeof(shared.stage),
+        static_assert(CONSUMERS * BUFFERS * Transpose::BUFFER_BYTES <= sizeof(shared.stage[0]),
                       "results are transposed where the stages were");
         const Scales scales(s, work_tile.m_tile.group);
-        const Buffers buffers{reinterpret_cast<u8*>(shared.stage) +
-                              threadIdx.x / 128 * (BUFFERS * Transpose::BUFFER_BYTES)};
+        const Buffers buffers{reinterpret_cast<u8*>(shared.stages()) +
+                              Team::thread() / 128 * (BUFFERS * Transpose::BUFFER_BYTES)};
 #pragma unroll
         for (int h = 0; h < REPEATS; h += REPEATS_PER_RESULT) {
             float outer[REPEATS_PER_RESULT][2];
@@ -128,7 +163,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
 
         __device__ __forceinline__ Activations(const Segment& s, const WorkTile& work_tile) {
             constexpr i32 PIECES = TILE_ROW_BYTES / 16;
-            const i32 mine = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+            const i32 mine = Team::thread() / PIECES, piece = threadIdx.x % PIECES;
             first = reinterpret_cast<const u8*>(s.row(work_tile.m_tile.first)) + 16 * piece;
 #pragma unroll
             for (int i = 0; i < TILE_M / HEIGHTS; ++i) {
@@ -143,7 +178,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         __device__ __forceinline__ void copy(u8* to, i32 kb) const {
             constexpr i32 PIECES = TILE_ROW_BYTES / 16;
             const u32 place =
-                shared_address(to) + swizzled(threadIdx.x / PIECES, threadIdx.x % PIECES);
+                shared_address(to) + swizzled(Team::thread() / PIECES, threadIdx.x % PIECES);
             const u8* from = first + kb * i32(TILE_ROW_BYTES);
 #pragma unroll
             for (int i = 0; i < Height / HEIGHTS; ++i)
@@ -152,7 +187,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
     };
 
     struct Mainloop {
-        Shared& shared;
+        Stage* const stages;
         Weights weights;
         const Activations rows;
         const Scales& scales;
@@ -162,14 +197,14 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
 
         __device__ __forceinline__ Mainloop(const Segment& s, Shared& shared,
                                             const WorkTile& work_tile, const Scales& scales)
-            : shared(shared),
+            : stages(shared.stages()),
               rows(s, work_tile),
               scales(scales),
               mine(Tiles::shared(repeat_of(0) * sizeof(RepeatWeights),
                                  repeat_of(0) * sizeof(RepeatWeights),
                                  threadIdx.x / 32 % WARPGROUP_WARPS, threadIdx.x % 32)),
               first(first_piece(threadIdx.x % 32)) {
-            weights.open(s, work_tile, threadIdx.x);
+            weights.open(s, work_tile, Team::thread());
         }
 
         // By the loop for the height of the work tile.
@@ -179,26 +214,25 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
                 if (tile_m > Height) return run<Height + HEIGHTS>(sum, tile_m);
             }
             zero<0, Height>(sum);
-            Fragments fragments[2];
+            Fragments fragments;
             Packed packed[REPEATS];
             const auto copy = [&](i32 stage, i32 kb) {
-                this->template copy<Height>(shared.stage[stage], kb);
+                this->template copy<Height>(stages[stage], kb);
             };
             ring.begin(ALL_K_BLOCKS, copy);
             ring.next(copy);
             u32 activations = load(packed);
-            make(fragments[0], packed, 0);
 #pragma unroll 1
             for (int run = 0; run < RUNS; ++run) {
 #pragma unroll 1
                 for (i32 kb = 0; kb < RUN_K_BLOCKS; ++kb) {
-                    make(fragments[1], packed, 1);
-                    multiply<Height>(sum, fragments[0], activations);
+                    make(fragments, packed, 0);
+                    multiply<Height>(sum, fragments, activations);
+                    make(fragments, packed, 1);
                     const u32 other_half = activations ^ HALF;
                     ring.next(copy);  // past the last K block there is nothing, and nothing uses it
                     activations = load(packed);
-                    make(fragments[0], packed, 0);
-                    multiply<Height>(sum, fragments[1], other_half);
+                    multiply<Height>(sum, fragments, other_half);
                 }
                 if (run + 1 < RUNS) {
                     const float factor = scales.factor(run);
@@ -208,7 +242,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
                         for (int i = 0; i < Height / 2; ++i) sum[h][i] *= factor;
                 }
             }
-            __syncthreads();  // results are transposed where others have read
+            Team::sync();  // results are transposed where others have read
             zero<Height, TILE_M>(sum);
         }
 
@@ -232,13 +266,13 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         __device__ __forceinline__ void copy(Stage& to, i32 kb) const {
             const i32 at =
                 RUNS == 1 ? kb : scales.first_k_block(kb / RUN_K_BLOCKS) + kb % RUN_K_BLOCKS;
-            weights.template copy<1>(to.weights, threadIdx.x, at);
+            weights.template copy<1>(to.weights, Team::thread(), at);
             rows.template copy<Height>(to.activations, at);
         }
 
         // Loads what a lane has of the weights of the ring's stage; where its activations begin.
         __device__ __forceinline__ u32 load(Packed (&packed)[REPEATS]) const {
-            const Stage& stage = shared.stage[ring.stage()];
+            const Stage& stage = stages[ring.stage()];
 #pragma unroll
             for (int h = 0; h < REPEATS; ++h) {
                 const RepeatWeights& from = stage.weights[h];

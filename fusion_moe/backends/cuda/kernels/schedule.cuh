@@ -1,7 +1,7 @@
 // The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
 // A group of `size` rows is divided into the fewest M tiles that TILE_M allows. Their height is a
-// multiple of HEIGHTS, and equal but for the last. A work tile is an M tile and one of `n_tiles` N
+// multiple of HEIGHTS, and equal or nearly so. A work tile is an M tile and one of `n_tiles` N
 // tiles. Block b takes work tiles b, b + blocks, ...; if the blocks of a cluster share work tiles,
 // the cluster takes them that way. If MOST_PARTS is more than 1 and no other kernel runs at the
 // same time, waves.cuh distributes the work tiles instead. Groups with the highest M tiles come
@@ -27,7 +27,7 @@ namespace {
 
 struct alignas(16) WorkTile {
     MTile m_tile;
-    i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
+    i32 tile_m, n_tile;  // tile_m: height of the M tile, a multiple of 8
     u32 consumers;       // a bit for each consumer that computes it
 
     __device__ __forceinline__ bool there() const { return m_tile.group >= 0; }
@@ -35,9 +35,10 @@ struct alignas(16) WorkTile {
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // the number of an idle block, past the last tile
 
-// HEIGHTS: what heights of M tiles are multiples of.
+// HEIGHTS: what heights of M tiles are multiples of. EQUAL: whether those of a group are all as
+// high; else the last of them are lower by HEIGHTS, which covers fewer rows that are not there.
 template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1,
-          int MOST_PARTS = 1, int HEIGHTS = 8>
+          int MOST_PARTS = 1, int HEIGHTS = 8, bool EQUAL = true>
 class TileScheduler {
   public:
     // Called by all threads of a block; `scratch` has room for 4 (GROUPS + 1) numbers.
@@ -105,6 +106,10 @@ class TileScheduler {
                 mine_.number += scheduler_.active_blocks_;
         }
         __device__ void go_to(i32 number) { mine_.number = number; }
+        // The turn-th of those of a block without parts.
+        __device__ void go_to_turn(i32 turn) {
+            mine_.number = first_ + turn * scheduler_.active_blocks_;
+        }
 
         // Called by a whole warp.
         __device__ WorkTile current() const {
@@ -125,10 +130,14 @@ class TileScheduler {
             const i32 per_rotation = each * scheduler_.n_tiles_;
             const i32 rotation = within / per_rotation, rest = within % per_rotation,
                       in_rotation = min(each, m_tiles - rotation * each);
-            const i32 first =
-                scheduler_.m_tiles_.first[g] + (rotation * each + rest % in_rotation) * tile_m;
-            return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])},
-                    tile_m,
+            const i32 m_tile = rotation * each + rest % in_rotation;
+            i32 first = scheduler_.m_tiles_.first[g] + m_tile * tile_m, height = tile_m;
+            if constexpr (!EQUAL) {
+                const i32 after_high = m_tile - scheduler_.high_tiles_of(g, tile_m);
+                if (after_high >= 0) first -= after_high * HEIGHTS, height -= HEIGHTS;
+            }
+            return {{g, first, min(first + height, scheduler_.m_tiles_.first[g + 1])},
+                    height,
                     rest / in_rotation,
                     consumers};
         }
@@ -179,6 +188,12 @@ class TileScheduler {
     __device__ i32 tile_m_of(i32 g) const {
         const i32 size = m_tiles_.first[g + 1] - m_tiles_.first[g], m_tiles = m_tiles_of(g);
         return m_tiles == 0 ? 0 : (size + HEIGHTS * m_tiles - 1) / (HEIGHTS * m_tiles) * HEIGHTS;
+    }
+
+    // How many of a group's M tiles are tile_m high, as all would be if they were equal.
+    __device__ i32 high_tiles_of(i32 g, i32 tile_m) const {
+        const i32 size = m_tiles_.first[g + 1] - m_tiles_.first[g];
+        return (size + HEIGHTS - 1) / HEIGHTS - m_tiles_of(g) * (tile_m / HEIGHTS - 1);
     }
 
     MTiles<GROUPS, TILE_M> m_tiles_;
