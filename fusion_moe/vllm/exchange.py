@@ -29,7 +29,7 @@ DISPATCH = ("all_gather", "symmetric")
 
 def sends_tokens_(experts: Experts, moe: Any) -> bool:
     """Makes a rank's experts send tokens themselves, and returns whether they do. If they should
-    and do not, vLLM gathers tokens, and the log says why; UnsupportedError on CPUs, where it does
+    and do not, vLLM gathers tokens, and a warning says why; UnsupportedError on CPUs, where it does
     not gather.
 
     moe: vLLM's configuration of the layer. All ranks call it for the same layers in one order.
@@ -51,7 +51,7 @@ def sends_tokens_(experts: Experts, moe: Any) -> bool:
             return True
     if current_platform.is_cpu():
         raise not_gathered(why)
-    logger.info_once("fusion_moe leaves tokens to vLLM's collectives: %s", why)
+    logger.warning_once("fusion_moe leaves tokens to vLLM's collectives: %s", why)
     return False
 
 
@@ -88,6 +88,7 @@ def why_gathered(moe: Any) -> str:
         reasons |= {
             "--enable-dbo": config.parallel_config.enable_dbo,
             "--enable-sleep-mode": getattr(config.model_config, "enable_sleep_mode", False),
+            # which traces experts on CPUs, where they are no operation of vLLM's as on GPUs
             "torch.compile": current_platform.is_cpu() and not config.model_config.enforce_eager,
         }
     return next((why for why, holds in reasons.items() if holds), "")
