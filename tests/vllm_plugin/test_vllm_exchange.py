@@ -94,7 +94,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def test_fewer_tokens_than_another_rank(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as no rank has more, none are added."""
+    """Tokens without experts are added, and change no sum."""
     torch.manual_seed(0)
     made = some_experts(4, 64, 32)
     made.first_expert = 0
