@@ -160,12 +160,13 @@ def test_what_has_no_kernel_runs_in_torch(case, why):
 
 @pytest.mark.compiler
 def test_ranks_keep_to_the_protocol(tmp_path):
-    """Two and four, with tokens of their own numbers, while flags come late; a rank that is silent,
-    that dies after it has sent, that is in another layer, that has no memory.
+    """Two and four, with tokens of their own numbers, while words come late; with the NaN that
+    stands for words that have not come; a rank that is silent, that dies after it has sent, that is
+    in another layer, that has no memory.
     """
     copy(tmp_path, KERNELS / "exchange.cuh", HERE / "exchange.cpp")
     made = compiled(tmp_path, "", "-g", "-fsanitize=thread", name="exchange")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stderr == ""
-    assert done.stdout.split() == ["two", "four", "silent", "dead", "differs", "alone"]
+    assert done.stdout.split() == ["two", "four", "nan", "silent", "dead", "differs", "alone"]

@@ -3,6 +3,7 @@
 #include "exchange.cuh"
 // after it, since it has names of its own
 #include <cstdio>
+#include <cstring>
 #include <cstdlib>
 #include <functional>
 #include <random>
@@ -158,6 +159,25 @@ void many(i32 calls) {
     });
 }
 
+// A number whose bits are those of a word that has not come arrives, as some NaN, and comes back.
+void not_a_number() {
+    Ranks<2> ranks(SHORT);
+    ranks.each([](Rank<2>& rank, i32) {
+        for (i32 i = 0; i < 4; ++i) {
+            rank.draw(9, 9);
+            rank.equal = i % 2;
+            std::memset(&rank.x[0], 0xFF, sizeof(float));
+            rank.ids[0] = 0, rank.ids[1] = EXPERTS - 1, rank.ids[2] = -1;  // one of each rank
+            rank.dispatch();
+            rank.compute();
+            rank.combine();
+            NEED(rank.error == 0);
+            NEED(std::isnan(rank.sums[0]));
+            for (i32 n = 1; n < 9 * WIDTH; ++n) NEED(!std::isnan(rank.sums[n]));
+        }
+    });
+}
+
 // A rank without shared memory, and one with too little: zeros, and who it was.
 void alone() {
     for (const i64 room : {i64(0), i64(8)}) {
@@ -218,6 +238,8 @@ int main() {
     std::puts("two");
     many<4>(30);
     std::puts("four");
+    not_a_number();
+    std::puts("nan");
     lost<2>(OF_IDS, true, [](auto&) {});
     lost<4>(OF_IDS, false, [](auto&) {});
     std::puts("silent");
