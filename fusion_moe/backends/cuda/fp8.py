@@ -232,8 +232,8 @@ class Fp8Product(Product):
             else []
         )
         return [
-            f"static constexpr bool A_BOXES = true, B_BOXES = true, QUANTIZES = "
-            f"{str(bool(to)).lower()};",
+            "static constexpr bool A_BOXES = true, B_BOXES = true;",
+            f"static constexpr bool QUANTIZES = {str(bool(to)).lower()};",
             *quantized,
             f"static constexpr int BOX_ROWS = {self._box_rows};",
             *operand.functions(),

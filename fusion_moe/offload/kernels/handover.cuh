@@ -57,8 +57,8 @@ struct HandOver {
 
 // How a step ends: the sums of tokens, for which it waits for the worker. If that is gone, refuses
 // rows or does not answer in time, its rows are left as they are, and the fault is reported; it is
-// not asked again. There is another kernel between the one that handed rows over and this one,
-// which therefore knows what that wrote before the kernel before it has ended.
+// not asked again. A kernel that waits lies between the one that hands rows over and this one: so
+// whether any were handed over, and `slot_of`, can be read before griddepcontrol_wait.
 template <class T, class Weight, i32 SLOTS, i32 WIDTH>
 struct EndStep {
     enum Why : i32 { GONE = 1, LATE = 2, REFUSED = 3 };

@@ -38,15 +38,6 @@ __device__ __forceinline__ void row_of_quad(float (&p)[8], const float (&sum)[CO
     for (int b = 0; b < 4; ++b) p[2 * b] = x[b][0], p[2 * b + 1] = x[b][1];
 }
 
-// A transpose of words: of four lanes with a word for each, lane q gets the q-th words.
-__device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-        for (int b = 0; b < 4; ++b)
-            if (!(b & step)) change_places(x[b], x[b | step], threadIdx.x & step, step);
-}
-
 // Stores the sums over columns of a row that LANES lanes share, the part-th of the row. By whole
 // warps.
 template <int LANES, class Segment, int COUNT>

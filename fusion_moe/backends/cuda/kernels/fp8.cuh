@@ -42,8 +42,8 @@ __device__ __forceinline__ Vector<u32, 2> codes_of_quad(const u32 (&pair)[4], fl
                              __uint_as_float(pair[b] & 0xFFFF0000) * over);
     const bool odd = threadIdx.x & 1;
     u32 low = codes[0] | codes[1] << 16, high = codes[2] | codes[3] << 16;
-    change_places(low, high, threadIdx.x & 2,
-                  2);  // two blocks: of a lower lane, and of a higher one
+    // two blocks: of a lower lane, and of a higher one
+    change_places(low, high, threadIdx.x & 2, 2);
     u32 even_block = __byte_perm(low, high, 0x5410), odd_block = __byte_perm(low, high, 0x7632);
     change_places(even_block, odd_block, odd, 1);
     return {

@@ -400,7 +400,8 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
             mark_tile(threadIdx.x % WARPGROUP == 0, true);
         }
         if (SPLIT_K > 1 && cluster_rank() != 0) return;
-        for (; work.more(); work.advance()) Tile::store_ungrouped_rows(s, work.current(), threadIdx.x);
+        for (; work.more(); work.advance())
+            Tile::store_ungrouped_rows(s, work.current(), threadIdx.x);
     }
 
     // The stages of a work tile of which other blocks compute this consumer's columns.

@@ -10,8 +10,9 @@
 // first: warps of one are often preferred, and its team would else be done long before the other.
 //
 // A K block is two halves, of 32 k each. Fragments of one are made while the other team multiplies:
-// a second set of them would take registers from rows, and lost 4 % beside it. The packed weights of the
-// next K block are loaded before the second half is multiplied, so it has to be there by then.
+// a second set of them would take registers from rows, and lost 4 % beside it. The packed weights
+// of the next K block are loaded before the second half is multiplied, so it has to be there by
+// then.
 //
 // Rows are row-major. Lane 4 r + c has the 16 columns of a tile from 16 c on (reader.cuh), which
 // are 32 bytes of a row: two loads that need no ldmatrix, and registers that follow each other for
