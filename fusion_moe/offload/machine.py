@@ -30,8 +30,8 @@ _PRODUCT, _OF_TOKEN = 10_000, 8  # nanoseconds to begin the GPU's products; expe
 _OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
 
-# copy(tensors, first, count): copies entries of tensors on the CPU to a device, and waits
-Copy = Callable[[dict[str, Tensor], int, int], None]
+# copy(first, count): copies experts of a home to a device, and waits
+Copy = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _copies(home: Home, copy: Copy, count: int) -> list[float]:
     times = []
     for i in range(2 * _REPEATS):
         start = time.perf_counter_ns()
-        copy(home.tensors, i * count % max(1, home.experts - count + 1), min(count, home.experts))
+        copy(i * count % max(1, home.experts - count + 1), min(count, home.experts))
         times.append(float(time.perf_counter_ns() - start))
     return times[1:]
 

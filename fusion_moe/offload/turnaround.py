@@ -9,7 +9,6 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from ..runtime.faults import synchronize
 from ..runtime.host_memory import pages
@@ -70,15 +69,15 @@ class Turnaround:
 
 
 class Copier:
-    """copier(tensors, first, count): copies experts of a home to the GPU by kernels, as steps do,
-    and waits. most: how many at once.
+    """copier(first, count): copies experts of a home to the GPU by kernels, as steps do, and waits.
+    most: how many at once.
     """
 
     def __init__(self, device: torch.device, home: Home, most: int):
         self.device, self.home, self.most = device, home, most
         self._load: Kernel | None = None
 
-    def __call__(self, tensors: dict[str, Tensor], first: int, count: int) -> None:
+    def __call__(self, first: int, count: int) -> None:
         with torch.cuda.device(self.device):
             if self._load is None:
                 self._begin()
