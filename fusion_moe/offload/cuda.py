@@ -175,7 +175,8 @@ class Cuda:
 
     def _copied(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
         """Turns and their numbers, when what each copies is in slots. What the next one copies
-        comes meanwhile, as it is at home, in pieces: where one is unpacked, another one comes.
+        comes meanwhile, as it is at home, in pieces: each as soon as the one before it, in the same
+        place, is unpacked.
         """
         half, main = self.spare // 2, torch.cuda.current_stream()
         each = -(-half // _PIECES)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Sizes of turns, each of which is prepared once: so many up to a power of two, and the smallest
+# Programs are prepared for each size of a turn, so there are few: multiples of such a part of the
+# next power of two, and of at least so many rows
 _STEPS, _LEAST = 16, 32
 
 

@@ -89,7 +89,8 @@ struct EndStep {
   private:
     static constexpr int V = 16 / sizeof(T), AT_ONCE = SLOTS < 8 ? SLOTS : 8;
 
-    // Puts what the worker made where it belongs: a thread what it adds itself.
+    // Puts what the worker made where it belongs: each thread the columns that it adds up itself,
+    // so that none waits for another.
     __device__ __forceinline__ void take_rows() const {
         constexpr i32 pieces = WIDTH / V;
         for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < tokens * pieces;

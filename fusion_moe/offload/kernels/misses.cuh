@@ -69,8 +69,9 @@ struct FindMisses {
         const i32 *order, *ids;
     };
 
-    // memory: i32[3 * experts + 2 * count]. It has few instructions, most of all where nothing is
-    // missing: since the last step weights have been read, so that they come from memory.
+    // memory: i32[3 * experts + 2 * count]. Few instructions are run, most of all where nothing is
+    // missing: they come from memory, since weights that were read after the last step have taken
+    // their place in caches.
     __device__ __forceinline__ Found run(i32* memory) const {
         __shared__ i32 table, missed, copied, hits, handed;
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,

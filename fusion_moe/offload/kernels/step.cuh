@@ -11,7 +11,7 @@ constexpr i32 NOWHERE = -1, ON_CPU = -2;  // in place of a slot
 // Of all layers of a model.
 struct Exchange {
     u64 epoch;     // how often rows were handed over
-    u64 seen;      // the last of these that ended, twice; plus one if it was answered
+    u64 seen;      // twice the number of the last that ended, plus one if it was answered
     i32 broken;    // whether the worker failed: nothing is handed over any more
     i32 agreed;    // one more than the version of the table that a step reads; 0 between steps
     i32 agreeing;  // blocks that have read it

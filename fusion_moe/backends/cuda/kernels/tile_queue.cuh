@@ -62,7 +62,8 @@ class TileQueue {
             return number;
         }
 
-        // The same of tiles. find: that of a number, by a whole warp; takes_: its first thread.
+        // Returns tiles, of which find(number) finds one: by the whole warp whose first thread
+        // claims, which then tells the others.
         template <class Find>
         __device__ __forceinline__ Told next(Find find) {
             if (__any_sync(WHOLE_WARP, takes_)) {
