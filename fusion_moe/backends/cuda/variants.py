@@ -377,15 +377,16 @@ class LargeMma(OnGpus):
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, it has the stages that it needs,
-        and its accumulators leave registers for wide tiles.
+        and its accumulators leave registers for wide tiles, and for those of capability 10.0.
         """
+        most = 128 if of.wide else 192 if arch.capability[0] == 10 else 256
         return (
             of.row_order == self.row_order
             and of.tiled
             and of.whole
             and self.tiles % of.block == 0
             and self.stages(of, arch) >= _MIN_STAGES
-            and (not of.wide or self.tile_m * self.repeats <= 128)
+            and self.tile_m * self.repeats <= most
         )
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
