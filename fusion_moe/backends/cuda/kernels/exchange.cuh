@@ -145,15 +145,19 @@ struct Exchange {
     }
 
     // The epoch of a call, 0 if this rank may neither send nor wait; all its blocks begin it, and
-    // then end it.
+    // then end it. One thread looks: a rank that fails meanwhile must not divide a block.
     __device__ __forceinline__ u64 begin() const {
-        u64 epoch = 0;
-        if (exists()) {
-            const u64 ended = load_relaxed_system(&header().ended);
-            const u64 broken = load_relaxed_system(&header().broken);
-            if (fits() && broken == 0) epoch = ended / BLOCKS + 1;
+        __shared__ u64 epoch;
+        if (threadIdx.x == 0) {
+            epoch = 0;
+            if (exists()) {
+                const u64 ended = load_relaxed_system(&header().ended);
+                const u64 broken = load_relaxed_system(&header().broken);
+                if (fits() && broken == 0) epoch = ended / BLOCKS + 1;
+            }
+            if (epoch == 0 && blockIdx.x == 0) fail(NO_ROOM, rank(), now());
         }
-        if (epoch == 0 && blockIdx.x == 0 && threadIdx.x == 0) fail(NO_ROOM, rank(), now());
+        __syncthreads();
         return epoch;
     }
     __device__ __forceinline__ void end() const {
