@@ -2,7 +2,7 @@
 compute and what they send, each alone.
 
     python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models deepseek ...] [--tokens 8 ...]
-        [--passes forward lora] [--routing uniform zipf] [--seconds 480]
+        [--passes forward lora] [--routing uniform zipf] [--ways symmetric ...] [--seconds 480]
     torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a
         process for each GPU is started
     python benchmarks/h100_parallel.py --page FILE.jsonl ...         writes what runs found to
@@ -57,6 +57,7 @@ from results import table, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import fusion_moe
 from fusion_moe.distributed import parallelize_
 from fusion_moe.distributed.symmetric import NO_MULTICAST
 
@@ -90,7 +91,8 @@ GOALS_HEAD = (
     "x the better of the collectives",
     "goal",
 )
-Row = dict[str, Any]
+WAYS = ("all_gather", "all_to_all", "symmetric", "replicated", "transformers")
+Row, Ways = dict[str, Any], dict[str, dict[str, Any]]
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -131,22 +133,23 @@ def apart(found: Tensor, want: Tensor) -> float:
 
 
 def measure(
-    world: World, layers: Layers, cell: Cell, done: set[str], clock: Clock
+    world: World, layers: Layers, cell: Cell, named: Ways, done: set[str], clock: Clock
 ) -> Iterator[Row]:
-    """A row for each way that is not done."""
-    named = dict(ways(world, cell.model.slots, cell.passes))
+    """A row for each way that is not done; "transformers" is a column of all."""
+    beside = named.pop("transformers", None) is not None
     if done.issuperset(named):
         return
     whole, every = layers.of(cell), cell.inputs(world)
+    _compile(world, whole, named, cell.passes, every)
     mine = world.own(every)
     alone = partial(results, whole, trained(whole), cell.passes, every)
     y, *rest = compiled(alone)
     tokens, weights = [y, *rest[:2]], [world.of_experts(t) for t in rest[2:]]
     del rest
     common = {"one": clock.of(alone), "transformers": None}
-    if cell.passes == "forward":
+    if cell.passes == "forward" and beside:
         common["transformers"] = _of_theirs(layers.theirs(cell), every[:3], clock)
-    gathers = _divided(whole, world, named["all_gather"])
+    gathers = _divided(whole, world, {"tokens": "sharded"})
     common["local"] = clock.of(own_share(world, gathers, mine, cell.passes))
     del gathers
     for way, options in named.items():
@@ -171,6 +174,18 @@ def measure(
             **times,
         }
         del module, call
+
+
+def _compile(world: World, whole: Any, named: Ways, passes: str, every: Sequence[Tensor]) -> None:
+    """The kernels of all ways at once, which takes little longer than those of one."""
+    mine = world.own(every)
+    with fusion_moe.preparing():
+        results(whole, trained(whole), passes, every)
+        for options in ({"tokens": "sharded"}, *named.values()):
+            module, given = _divided(whole, world, options), mine if options else every
+            results(module, trained(module), passes, given)
+            if passes == "forward":
+                collectives(world, module, options, given)()
 
 
 def _divided(whole: Any, world: World, options: dict[str, Any]) -> Any:
@@ -230,6 +245,11 @@ class Found:
         }
 
 
+def _chosen(args: argparse.Namespace, cell: Cell, world: World) -> Ways:
+    named = {**dict(ways(world, cell.model.slots, cell.passes)), "transformers": {}}
+    return {way: options for way, options in named.items() if way.split()[0] in args.ways}
+
+
 def measure_all(args: argparse.Namespace, world: World) -> None:
     end = time.monotonic() + args.seconds
     found, layers = Found(args.out, world), Layers(world)
@@ -242,7 +262,8 @@ def measure_all(args: argparse.Namespace, world: World) -> None:
     say(f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{table(HEAD, [])}")
     for cell in cells(args):
         done = {row["way"] for row in found.of(cell)}
-        rows = measure(world, layers, cell, done, clocks[cell.passes])
+        named = _chosen(args, cell, world)
+        rows = measure(world, layers, cell, named, done, clocks[cell.passes])
         try:
             while not (late := world.slowest(float(time.monotonic() > end))):
                 if (row := next(rows, None)) is None:
@@ -253,7 +274,7 @@ def measure_all(args: argparse.Namespace, world: World) -> None:
                 say(line(row))
         except Exception as error:  # of this rank; the others wait for it
             done = {row["way"] for row in found.of(cell)}
-            way = next(w for w, _ in ways(world, cell.model.slots, cell.passes) if w not in done)
+            way = next(w for w in named if w not in done)
             why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             found.write(found.add(cell, {"way": way, "failed": why}))
             raise
@@ -405,6 +426,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each rank", **several)
     parser.add_argument("--passes", choices=PASSES, default=["forward", "lora"], **several)
     parser.add_argument("--routing", choices=("uniform", "zipf"), default=["uniform"], **several)
+    parser.add_argument("--ways", choices=WAYS, default=WAYS, **several)
     parser.add_argument("--seconds", type=float, default=480, help="no way starts afterwards")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
