@@ -187,6 +187,8 @@ def test_long_rows_exactly(tier):
 
 # Rounding -----------------------------------------------------------------------------------------
 
+ROWS_OF_SCALES = (784, 0x01), (784, 0x08), (1536, 0x08)  # how long, and their least byte
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
@@ -199,7 +201,7 @@ def test_float32_sums(tier, dtype, rows):
     digits as they need. With scales that are subnormal, and without.
     """
     g = torch.Generator().manual_seed(3)
-    for (k, least), spread in itertools.product(((784, 0x01), (1536, 0x08)), (1, 6, 12, 20)):
+    for (k, least), spread in itertools.product(ROWS_OF_SCALES, (1, 6, 12, 20)):
         weight, w = weight_of_scales(k, least)
         x = (
             torch.randn(rows, k, generator=g)

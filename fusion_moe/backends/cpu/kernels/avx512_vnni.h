@@ -182,9 +182,11 @@ struct Avx512Digits {
                              _MM_HINT_T1);  // a line of them
                 if (are_shifted(scales, left / BLOCK)) {
                     for (; left >= RUN_CODES; left -= RUN_CODES)
-                        sum = shifted<DIGITS>(codes, to_next, scales, *run++, sum);
+                        sum = shifted<DIGITS, true>(codes, to_next, scales, RUN_CODES, *run++, sum);
+                    if (left > 0)
+                        sum = shifted<DIGITS, false>(codes, to_next, scales, left, *run, sum);
+                    continue;
                 }
-                if (left == 0) continue;
                 for (const i64 byte : {i64(0), left / 2 - 1})
                     _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + byte),
                                  _MM_HINT_T1);
@@ -197,19 +199,25 @@ struct Avx512Digits {
         _mm512_storeu_ps(out, _mm512_mul_ps(InFloats::total(sums), _mm512_load_ps(c.factor)));
     }
 
-    // A run whose scales are shifted; goes on to the next.
-    template <int DIGITS>
+    // A run whose scales are shifted, or the `left` codes that a row ends with; goes on to the
+    // next.
+    template <int DIGITS, bool WHOLE>
     [[gnu::always_inline]] static __m512 shifted(const u8*& codes, i64 to_next, const u8*& scales,
-                                                 const Run<DIGITS>& run, __m512 sum) {
-        for (i64 at = 0; at < 128; at += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + at), _MM_HINT_T1);
-        const __m512 sums =
-            products<DIGITS>(_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + 64), run);
-        const __m512i scale =
-            _mm512_add_epi32(_mm512_slli_epi32(scales_of_run(scales), Weight::SCALE_SHIFT),
-                             _mm512_load_si512(run.exponent));
-        codes += RUN_CODES / 2, scales += RUN_CODES / BLOCK;
-        return _mm512_fmadd_ps(sums, _mm512_castsi512_ps(scale), sum);
+                                                 i64 left, const Run<DIGITS>& run, __m512 sum) {
+        __m512i half[2];
+        for (i64 i = 0; i < 2; ++i) {
+            _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + 64 * i), _MM_HINT_T1);
+            half[i] =
+                WHOLE ? _mm512_loadu_si512(codes + 64 * i) : load_some(codes, 64 * i, left / 2);
+        }
+        const __m512 sums = products<DIGITS>(half[0], half[1], run);
+        const __m512i bits = scales_of_run(scales, WHOLE ? RUN_CODES / BLOCK : left / BLOCK);
+        const __m512 scale = _mm512_castsi512_ps(_mm512_add_epi32(
+            _mm512_slli_epi32(bits, Weight::SCALE_SHIFT), _mm512_load_si512(run.exponent)));
+        codes += left / 2, scales += left / BLOCK;
+        // past the end of the row, scales may be no numbers
+        return WHOLE ? _mm512_fmadd_ps(sums, scale, sum)
+                     : _mm512_mask3_fmadd_ps(sums, scale, sum, __mmask16(first_of(left / 16)));
     }
 
     // Up to 64 blocks with any scales.
@@ -239,16 +247,12 @@ struct Avx512Digits {
                    _mm512_set1_epi8(char(Weight::LAST_SHIFTED - Weight::FIRST_SHIFTED))) == 0;
     }
 
-    // The scales of 256 codes, that of 16 codes in each lane.
-    static __m512i scales_of_run(const u8* scales) {
-        if constexpr (BLOCK == 16) {
-            return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
-        } else {
-            const __m128i each_twice =
-                _mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-            return _mm512_cvtepu8_epi32(_mm_shuffle_epi8(
-                _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)), each_twice));
-        }
+    // `count` scales of 256 codes, that of 16 codes in each lane.
+    static __m512i scales_of_run(const u8* scales, i64 count) {
+        const __m128i all = _mm_maskz_loadu_epi8(__mmask16(first_of(count)), scales);
+        if constexpr (BLOCK == 16) return _mm512_cvtepu8_epi32(all);
+        const __m128i each_twice = _mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        return _mm512_cvtepu8_epi32(_mm_shuffle_epi8(all, each_twice));
     }
 };
 
