@@ -33,7 +33,7 @@ Given = tuple[Tensor, Tensor, Tensor]
 class Ranks:
     """All of a group: their memory, streams and shares of the experts."""
 
-    format = "nvfp4"
+    format, rows = "nvfp4", "bf16"
 
     def __init__(self, count: int, limit: int = LONG):
         self.count, self.each = count, -(-E // count)
@@ -66,6 +66,7 @@ class Ranks:
             *given,
             *(self.on_gpu if on_gpu else self.shares)[rank],
             weight_format=self.format,
+            activation_format=self.rows,
             first_expert=rank * self.each,
             peers=peers,
             across="g",
@@ -95,6 +96,12 @@ class Ranks:
             return Together(self.count).run(
                 lambda rank: self.call(rank, given[rank], capacity, "cpu")
             )
+
+
+class Coded(Ranks):
+    """Rows travel in e4m3 codes, with their scales."""
+
+    rows = "fp8"
 
 
 class Training(Ranks):
@@ -146,10 +153,10 @@ def inference():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_compute_what_the_reference_does(count):
+@pytest.mark.parametrize(("count", "kind"), [(2, Ranks), (4, Ranks), (4, Coded)])
+def test_ranks_compute_what_the_reference_does(count, kind):
     """Equally many tokens and different numbers, none among them; calls of other sizes follow."""
-    ranks = Ranks(count)
+    ranks = kind(count)
     for numbers, capacity in (
         *(((n,) * count, 0) for n in (1, 7, 60 // (count - 1), 3)),
         *((tuple((5 * r) % 9 for r in range(count)), most) for most in (9, 19)),
@@ -157,6 +164,18 @@ def test_ranks_compute_what_the_reference_does(count):
     ):
         given = [tokens(n, seed) for seed, n in enumerate(numbers)]
         assert_alike(ranks.run(given, capacity), ranks.want(given, capacity))
+
+
+@pytest.mark.parametrize("kind", [Ranks, Coded])
+def test_not_a_number_arrives(kind):
+    """Of the bits that stand for words that have not come: in its own token alone."""
+    ranks, given = kind(2), [tokens(6, seed) for seed in range(2)]
+    for x, ids, _ in given:
+        ids[0] = torch.tensor([0, 1, E - 1])  # of both ranks
+        x[0] = torch.full((H,), -1, dtype=torch.int16).view(x.dtype)
+    for found in ranks.run(given):
+        assert found[0].isnan().all()
+        assert found[1:].isfinite().all()
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -170,10 +189,10 @@ def test_ranks_train_as_the_reference_does(count):
             assert_alike(a, b, limit=2e-2)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_replays_with_delays_repeat(count):
+@pytest.mark.parametrize(("count", "kind"), [(2, Ranks), (4, Ranks), (4, Coded)])
+def test_replays_with_delays_repeat(count, kind):
     """Two graphs of a rank in turns, of other sizes and tokens, each after a delay of its own."""
-    ranks, rng = Ranks(count), random.Random(0)
+    ranks, rng = kind(count), random.Random(0)
     every = [[tokens(n, 10 * n + r) for r in range(count)] for n in (5, 17)]
     wants = [ranks.run(given) for given in every]
     wrong = [torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(count)]

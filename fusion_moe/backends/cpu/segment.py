@@ -23,7 +23,7 @@ from ..cxx.indices import Index, Number, size
 from ..cxx.product_plan import MADE_FIRST, are_all_rows, below, made_by_route
 from ..cxx.statements import indented
 from ..cxx.writer import Writer
-from ..inexpressible import naming
+from ..inexpressible import Inexpressible, naming
 
 _STRUCT = Template("""\
 struct Segment {
@@ -208,6 +208,8 @@ class SegmentWriter(Writer):
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
 
     def _first_dispatch(self, op: Op) -> list[str]:
+        if len(op.values) > 4:
+            raise Inexpressible(op, "rows in codes have no kernel here")
         groups = op.attrs["groups"]
         return self._between_ranks(op, op.values[0], op.values[1], groups.count, groups.stride)
 

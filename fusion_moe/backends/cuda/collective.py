@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...arch import Arch
-from ...ir.core import Fusion
+from ...ir.core import Fusion, Value
 from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
 from ..cxx.elements import stored
@@ -33,14 +33,14 @@ class Collective(Source):
     def __init__(self, fusion: Fusion):
         (op,) = (op for op in fusion.ops if op.kind.role == "collective")
         self.op, self.sends, self.sums = op, op.kind.name == "dispatch", combine_before(fusion)
-        rows = op.values[0]
+        rows, *scales = op.values[0], *(op.values[4:] if self.sends else ())
         groups: Groups | None = op.attrs["groups"] if self.sends else op.values[3].type.ends
         assert groups is not None
         self.groups, self._ranks = groups, known(groups.count)
-        width = known(rows.type.shape[1])
-        self._row_bytes = width * DTYPES[rows.type.dtype].itemsize
+        self._parts = [_bytes(v) for v in (rows, *scales)]  # of a row
         for wrong, found in (
-            (self._row_bytes % _PIECE, f"rows of {self._row_bytes} bytes, no multiple of {_PIECE}"),
+            *((n % _PIECE, f"rows of {n} bytes, no multiple of {_PIECE}") for n in self._parts),
+            (len(scales) > 1, f"{len(scales)} kinds of scales"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
             (rows.type.dtype == "f64", "f64, whose words may be any bits"),
             (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
@@ -61,9 +61,8 @@ class Collective(Source):
 
     def _exchange(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
-        *_, peers = self.op.values
-        ids = self.op.values[1]
-        numbers = self._ranks, known(ids.type.shape[1]), self._row_bytes
+        ids, peers = self.op.values[1], self.op.values[3 if self.sends else 4]
+        numbers = self._ranks, known(ids.type.shape[1]), sum(self._parts)
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks)))
         assert self.groups.stride is not None
         return (
@@ -75,13 +74,15 @@ class Collective(Source):
         return [self.kernel(name, body, blocks, headers=_HEADERS, threads=_THREADS)]
 
     def _dispatch(self, blocks: int) -> list[KernelSource]:
-        x, ids, w, _ = self.op.values
+        x, ids, w, _, *scales = self.op.values
         of, call = self._exchange(blocks)
         tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
-        rows, all_ids, all_w, ends = (self.names[v] for v in self.op.outputs)
-        given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends])
+        rows, all_ids, all_w, ends, *all_scales = (self.names[v] for v in self.op.outputs)
+        beside = *map(self.array, scales), *all_scales
+        given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends, *beside])
         equal = str(self.groups.stride == plain(ids.type.shape[0])).lower()
-        dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}>"
+        pieces = "".join(f", {n // _PIECE}" for n in self._parts[1:])
+        dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}{pieces}>"
         return self._kernel("dispatch", [f"{dispatch}{{{given}}}.run();"], blocks)
 
     def _combine_from(self, blocks: int) -> list[KernelSource]:
@@ -126,6 +127,11 @@ class Collective(Source):
             ),
             "});",
         ]
+
+
+def _bytes(rows: Value) -> int:
+    """Those of a row."""
+    return known(rows.type.shape[1]) * DTYPES[rows.type.dtype].itemsize
 
 
 def _blocks(arch: Arch) -> int:

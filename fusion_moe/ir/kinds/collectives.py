@@ -1,7 +1,8 @@
 """Tokens of a rank on their way to the ranks that hold their experts, and the sums on their way
 back.
 
-    dispatch        x [T, H], ids int[T, k], w [T, k] of this rank -> those of all ranks
+    dispatch        x [T, H], ids int[T, k], w [T, k] of this rank -> those of all ranks; x may be
+                    codes, with their scales
     combine_from    y [R*C/s, H], this rank's sums for the tokens of all ranks -> [T, H], the sums
                     over ranks for its own
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 
 from ...errors import DtypeError, FusionError, ShapeError
 from ...layouts.groups import ceil_to
+from ...layouts.layout import as_bytes
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
 from ..types import INTS, Groups, TensorType, plain, wide
@@ -74,24 +76,30 @@ def _dispatch_type(
     ids: TensorType,
     w: TensorType,
     peers: TensorType,
+    *scales: TensorType,
     groups: Groups,
     experts: int,
     group: str,
 ) -> Types:
     """x [T, H], ids int[T, k], experts of tokens, w [T, k] -> x [R*C/s, H], ids i32[R*C/s, k] and w
-    [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of each.
+    [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of each
 
-    Rows after a rank's last token have ids -1. What x and w have there, and for tokens with no
-    expert on this rank, is not defined: no expert here reads it.
+    x codes of rows, with their scales [T, B] -> the scales [R*C/s, B] of all ranks, too, after
+    these.
+
+    Rows after a rank's last token have ids -1. What x, its scales and w have there, and for tokens
+    with no expert on this rank, is not defined: no expert here reads it.
     """
     ranks = _need_ranks(peers, ids, groups, experts, group)
-    need_rank("x", x, 2)
-    need_float("x", x)
+    for part in (x, *scales):
+        need_rank("x", part, 2)
+        need_same("token count", "x", part.shape[0], "ids", ids.shape[0])
+    if not scales:
+        need_float("x", x)
     need_rank("w", w, 2)
     need_float("w", w)
     if (x.dtype == "f64") != (w.dtype == "f64"):
         raise DtypeError(f"x is {x}, w is {w}", expected="f64 for both, or for neither")
-    need_same("token count", "x", x.shape[0], "ids", ids.shape[0])
     for a, b in zip(ids.shape, w.shape, strict=True):
         need_same("size", "ids", a, "w", b)
     assert groups.stride is not None
@@ -101,6 +109,7 @@ def _dispatch_type(
         TensorType((rows, ids.shape[1]), "i32"),
         TensorType((rows, w.shape[1]), w.dtype),
         TensorType((ranks,), "i32", ends=groups),
+        *(TensorType((rows, part.shape[1]), part.dtype) for part in scales),
     )
 
 
@@ -109,6 +118,7 @@ def _dispatch_needs(
     ids: TensorType,
     w: TensorType,
     peers: TensorType,
+    *scales: TensorType,
     groups: Groups,
     experts: int,
     group: str,
@@ -119,7 +129,14 @@ def _dispatch_needs(
 
 
 def _dispatch(
-    x: Tensor, ids: Tensor, w: Tensor, peers: Tensor, groups: Groups, experts: int, group: str
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    peers: Tensor,
+    *scales: Tensor,
+    groups: Groups,
+    experts: int,
+    group: str,
 ) -> tuple[Tensor, ...]:
     ranks = groups.count
     assert isinstance(ranks, int)
@@ -127,27 +144,29 @@ def _dispatch(
     each = groups.stride if isinstance(groups.stride, int) else tokens
 
     def of_all(t: Tensor, empty: int = 0) -> Tensor:
-        return all_gather(F.pad(t, (0, 0, 0, each - tokens), value=empty), group, ranks)
+        stored = as_bytes(t)  # gloo sends no 8-bit floats
+        padded = F.pad(stored, (0, 0, 0, each - tokens), value=empty)
+        return all_gather(padded, group, ranks).view(t.dtype)
 
     counts = all_gather(torch.full((1,), tokens, dtype=torch.int32), group, ranks)
     ends = counts + torch.arange(ranks, dtype=torch.int32) * each
-    return of_all(x), of_all(ids.int(), -1), of_all(w), ends
+    return of_all(x), of_all(ids.int(), -1), of_all(w), ends, *map(of_all, scales)
 
 
 def _dispatch_grad(
-    fd: Any, op: Op, dx: Value | None, dids: None, dw: Value | None, dends: None
+    fd: Any, op: Op, dx: Value | None, dids: None, dw: Value | None, *others: None
 ) -> Sequence[Value | None]:
     """What ranks found for the rows and weights that they got, added up."""
     x, w = (None if g is None else _back(fd, op, g) for g in (dx, dw))
-    return [x, None, w, None]
+    return [x, None, w, *[None] * len(others)]
 
 
 def _back(fd: Any, op: Op, y: Value) -> Value:
     """y [R*C/s, N], for the tokens of all ranks that a dispatch brought -> [T, N], the sums over
     ranks for its own. Kernels copy pieces of 16 bytes: N is padded to them.
     """
-    _, ids, _, peers = op.values
-    _, all_ids, _, ends = op.outputs
+    _, ids, _, peers, *_ = op.values
+    _, all_ids, _, ends, *_ = op.outputs
     rows, width = map(plain, y.type.shape)
     wide = ceil_to(width, _PIECE) if isinstance(width, int) else width
     y = fd.ops.reshape(y, new_shape=(rows, width))
@@ -238,7 +257,7 @@ TABLE = (
         _dispatch_grad,
         _dispatch_needs,
         role="collective",
-        outputs=4,
+        outputs=None,
     ),
     OpKind(
         "combine_from", _combine_from_type, _combine_from, _combine_from_grad, role="collective"

@@ -264,20 +264,39 @@ struct Exchange {
                          IDS = aligned(RANKS * sizeof(Letter));  // after a half's begin
 };
 
+// Rows of 16-byte pieces: the FIRST of each are in one array, the REST in another.
+template <class Piece, i32 FIRST, i32 REST>
+struct Rows {
+    Piece *first, *rest;
+
+    __device__ __forceinline__ Rows from(i64 row) const {
+        return {first + row * FIRST, rest + row * REST};
+    }
+    // The i-th piece of all.
+    __device__ __forceinline__ Piece* at(i32 i) const {
+        if constexpr (REST == 0) return first + i;
+        const i32 row = i / (FIRST + REST), n = i % (FIRST + REST);
+        return n < FIRST ? first + row * FIRST + n : rest + row * REST + (n - FIRST);
+    }
+};
+
 // Sends a rank's tokens to the ranks that have their experts, and awaits those of all ranks: ids,
 // -1 for a row that is of no token or did not come; weights; the rows of this rank's experts; the
-// row after each rank's last token. EQUAL: all ranks have `most` tokens.
-template <class Exchange, class Id, class Weight, bool EQUAL>
+// row after each rank's last token. EQUAL: all ranks have `most` tokens. SCALES: how many pieces of
+// a row are its scales.
+template <class Exchange, class Id, class Weight, bool EQUAL, i32 SCALES = 0>
 struct Dispatch {
     Exchange e;
     i32 tokens;
-    const Id* ids;          // [tokens, SLOTS]
-    const Weight* weights;  // the same
-    const void* x;          // [tokens] rows
-    i32* all_ids;           // [RANKS * most, SLOTS]
-    Weight* all_weights;    // the same
-    void* rows;             // [RANKS * most] rows
-    i32* ends;              // [RANKS]
+    const Id* ids;                 // [tokens, SLOTS]
+    const Weight* weights;         // the same
+    const void* x;                 // [tokens] rows
+    i32* all_ids;                  // [RANKS * most, SLOTS]
+    Weight* all_weights;           // the same
+    void* rows;                    // [RANKS * most] rows
+    i32* ends;                     // [RANKS]
+    const void* scales = nullptr;  // of x, and
+    void* all_scales = nullptr;    // of rows
 
     __device__ void run() const {
         griddepcontrol_wait();
@@ -301,17 +320,24 @@ struct Dispatch {
     static constexpr i32 RANKS = Exchange::RANKS, SLOTS = Exchange::SLOTS,
                          PIECES = Exchange::PIECES, AT_ONCE = 4;
 
+    template <class Piece, class Bytes>
+    __device__ __forceinline__ static auto rows_at(Bytes* x, Bytes* scales, i64 row) {
+        return Rows<Piece, PIECES - SCALES, SCALES>{static_cast<Piece*>(x),
+                                                    static_cast<Piece*>(scales)}
+            .from(row);
+    }
+
     __device__ __forceinline__ void send(i32 first, i32 end, u64 epoch) const {
         __shared__ u32 owners[Exchange::MOST_OF_UNIT];
         __shared__ uint4* there[RANKS];
         const i32 mine = e.rank(), before = mine * e.most, last = min(end, tokens);
-        const uint4* const here = static_cast<const uint4*>(x) + i64(first) * PIECES;
+        const auto here = rows_at<const uint4>(x, scales, first);
         const i32 pieces = (last - first) * PIECES;
         uint4 part[AT_ONCE];
         const auto read = [&](i32 i) {
 #pragma unroll
             for (i32 n = 0; n < AT_ONCE; ++n)
-                if (const i32 at = i + n * blockDim.x; at < pieces) part[n] = here[at];
+                if (const i32 at = i + n * blockDim.x; at < pieces) part[n] = *here.at(at);
         };
         read(threadIdx.x);
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
@@ -326,9 +352,9 @@ struct Dispatch {
         }
         for (i32 t = first + threadIdx.x; t < last; t += blockDim.x)
             owners[t - first] = epoch ? e.owners(ids + t * SLOTS) : 0;
+        const auto own = rows_at<uint4>(rows, all_scales, before + first);
         for (i32 to = threadIdx.x; to < RANKS; to += blockDim.x)
-            there[to] = to == mine ? static_cast<uint4*>(rows) + i64(before + first) * PIECES
-                                   : e.row(to, mine, first, epoch);
+            there[to] = to == mine ? own.first : e.row(to, mine, first, epoch);
         if (first == 0 && threadIdx.x == 0) ends[mine] = before + (epoch ? tokens : 0);
         __syncthreads();
         for (i32 i = threadIdx.x; i < pieces; i += AT_ONCE * blockDim.x) {
@@ -338,7 +364,9 @@ struct Dispatch {
                 const u32 needed = at < pieces ? owners[at / PIECES] : 0;
 #pragma unroll
                 for (i32 to = 0; to < RANKS; ++to)
-                    if (needed >> to & 1) store_relaxed_system(there[to] + at, sent(part[n]));
+                    if (needed >> to & 1)
+                        store_relaxed_system(SCALES && to == mine ? own.at(at) : there[to] + at,
+                                             sent(part[n]));
             }
             read(i + AT_ONCE * blockDim.x);
         }
@@ -364,7 +392,7 @@ struct Dispatch {
         }
         if (first == 0 && threadIdx.x == 0) ends[from] = before + count;
         uint4* const came = e.row(mine, from, first, epoch);
-        uint4* const x = static_cast<uint4*>(rows) + i64(before + first) * PIECES;
+        const auto own = rows_at<uint4>(rows, all_scales, before + first);
         __syncthreads();
         const i32 pieces = (end - first) * PIECES;
         for (i32 i = threadIdx.x; i < pieces; i += AT_ONCE * blockDim.x) {
@@ -378,7 +406,7 @@ struct Dispatch {
             e.take(part, came + i, blockDim.x, here, OF_ROWS, from);
 #pragma unroll
             for (i32 n = 0; n < AT_ONCE; ++n)
-                if (here >> n & 1) x[i + n * blockDim.x] = part[n];
+                if (here >> n & 1) *own.at(i + n * blockDim.x) = part[n];
         }
         __syncthreads();
     }

@@ -1,0 +1,77 @@
+"""Rows that products of all ranks read in codes travel so, as half as many bytes: each is quantized
+once, by the rank whose token it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..encodings import Encoding
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Op, Value
+from ..ir.kinds.rules import known
+from ..target import Target
+from .rewrite import rewrite
+
+_PIECE = 16  # bytes of a row that kernels copy at once
+
+
+def send_codes(fusion: Fusion, target: Target) -> Fusion:
+    """The Fusion with a `quantize` before each `dispatch` whose rows are only picked to be
+    quantized.
+    """
+    sent = {op: found for op in fusion.ops if (found := _only_read_in(fusion, op))}
+    return rewrite(fusion, partial(_rule, sent, {})) if sent else fusion
+
+
+def _only_read_in(fusion: Fusion, op: Op) -> Encoding | None:
+    """The encoding to which all that reads the rows of a `dispatch` quantizes them."""
+    rows = op.outputs[0]
+    if op.kind.name != "dispatch" or len(op.outputs) > 4 or rows in fusion.outputs:
+        return None
+    found: set[Encoding | None] = set()
+    for gather in fusion.readers.get(rows, ()):
+        picks = gather.kind.name == "index_select" and gather.attrs["dim"] == 0
+        (picked,) = gather.outputs
+        if not picks or picked in fusion.outputs:
+            return None
+        found |= {_of_rows(reader) for reader in fusion.readers.get(picked, ())}
+    encoding = found.pop() if len(found) == 1 else None
+    return encoding if encoding and _in_pieces(encoding, known(rows.type.shape[1])) else None
+
+
+def _of_rows(op: Op) -> Encoding | None:
+    """That of a `quantize` of single rows."""
+    alone = op.kind.name == "quantize" and len(op.values) == 1 and op.encoding.axis == -1
+    return op.encoding if alone else None
+
+
+def _in_pieces(encoding: Encoding, width: int) -> bool:
+    shapes = [(encoding.part_shape(part, (), 1, width), part) for part in encoding.parts]
+    return all(shape[-1] * part.dtype.itemsize % _PIECE == 0 for shape, part in shapes)
+
+
+def _rule(
+    sent: dict[Op, Encoding],
+    scales: dict[Value, Sequence[Value]],
+    fd: FusionDefinition,
+    op: Op,
+    inputs: Sequence[Any],
+) -> Sequence[Value] | None:
+    """Picks codes where rows were picked; scales: those of codes."""
+    if op in sent:
+        x, *others = inputs
+        codes, *beside = fd.ops.unpack(fd.ops.quantize(x, encoding=sent[op].name))
+        made = fd.append(op.kind, [codes, *others, *beside], op.attrs)
+        scales[made[0]] = made[4:]
+        return made[:4]
+    gather = fd.producer(inputs[0], "index_select") if op.kind.name == "quantize" else None
+    if gather is None or gather.values[0] not in scales:
+        return None
+    picked = [
+        fd.append(gather.kind, [part, gather.values[1]], gather.attrs)[0]
+        for part in scales[gather.values[0]]
+    ]
+    return [fd.ops.pack(inputs[0], *picked, encoding=op.encoding.name, layout="linear")]
