@@ -356,16 +356,34 @@ class Ops:
         """
     def group_sum(self, y: Value, ends: Value, /) -> Value:
         """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""
+    @overload
     def dispatch(
-        self, x: Value, ids: Value, w: Value, peers: Value, /, groups: Groups, experts: int,
-        group: str,
-    ) -> tuple[Value, Value, Value, Value]:
+        self, x: Value, ids: Value, w: Value, peers: Value, *scales: Value, groups: Groups,
+        experts: int, group: str,
+    ) -> Any:
         """x [T, H], ids int[T, k], experts of tokens, w [T, k] -> x [R*C/s, H], ids i32[R*C/s,
         k] and w [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of
-        each.
+        each
 
-        Rows after a rank's last token have ids -1. What x and w have there, and for tokens
-        with no expert on this rank, is not defined: no expert here reads it.
+        x codes of rows, with their scales [T, B] -> the scales [R*C/s, B] of all ranks, too,
+        after these.
+
+        Rows after a rank's last token have ids -1. What x, its scales and w have there, and
+        for tokens with no expert on this rank, is not defined: no expert here reads it.
+        """
+    @overload
+    def dispatch(
+        self, operands: Sequence[Operand], /, groups: Groups, experts: int, group: str,
+    ) -> Any:
+        """x [T, H], ids int[T, k], experts of tokens, w [T, k] -> x [R*C/s, H], ids i32[R*C/s,
+        k] and w [R*C/s, k] of all ranks, and ends i32[R]@ends(s), after the last token of
+        each
+
+        x codes of rows, with their scales [T, B] -> the scales [R*C/s, B] of all ranks, too,
+        after these.
+
+        Rows after a rank's last token have ids -1. What x, its scales and w have there, and
+        for tokens with no expert on this rank, is not defined: no expert here reads it.
         """
     def combine_from(
         self, y: Value, all_ids: Value, ids: Value, ends: Value, peers: Value, /, experts: int,

@@ -76,22 +76,27 @@ def test_kernels_compile_and_keep_all_in_registers(case):
 
 @needs_nvdisasm
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
-def test_sums_are_made_where_they_are_sent():
-    """In a layer of experts: of the rows between, only those of groups are written."""
-    ranks, tokens, slots, h, inner = 4, 6, 3, 256, 128
+@pytest.mark.parametrize("rows", ["bf16", "fp8"])
+def test_sums_are_made_where_they_are_sent(rows):
+    """In a layer of experts: of the rows between, only those of groups are written. Rows in FP8 are
+    quantized before they are sent.
+    """
+    ranks, tokens, slots, h, inner = 4, 6, 3, 512, 128
     weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
     fusion = fusion_of_call(
         "fused_experts",
         *tokens_of(tokens, slots, h),
         *weights,
         weight_format="nvfp4",
+        activation_format=rows,
         first_expert=8,
         peers=meta(ranks + 4, dtype=torch.int64),
         across="g",
         of_experts=32,
     )
     lowered = lower(fusion, TARGETS["cuda"], Options())
-    first, *_, last = lowered.segments
+    *before, first, _, _, last = lowered.segments
+    assert [s.kind for s in before] == (["layout"] if rows == "fp8" else [])
     assert [op.kind.name for op in first.fusion.ops] == ["dispatch"]
     assert [op.kind.name for op in last.fusion.ops] == [
         *("combine", "cast", "partition", "combine_from")
@@ -101,9 +106,11 @@ def test_sums_are_made_where_they_are_sent():
     for arch in (A100, H200):
         kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
         products = [kernel.given.numbers[:2] for kernel in kernels if kernel.given]
-        assert products == [(0, 2**31 - 2)] * 2
-        (sends,) = (kernel for kernel in kernels if kernel.name == "combine_from")
-        assert not spills(sass(build(sends, arch)))
+        # what quantizes the result of the first reads all of its rows
+        assert products == [(0, 2**31 - (1 if rows == "fp8" else 2)), (0, 2**31 - 2)]
+        sends = [kernel for kernel in kernels if kernel.name in EXCHANGE]
+        assert [kernel.name for kernel in sends] == EXCHANGE
+        assert not any(spills(sass(build(kernel, arch))) for kernel in sends)
 
 
 @needs_nvdisasm

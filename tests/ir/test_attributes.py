@@ -75,7 +75,7 @@ def program():
         ),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
         "dispatch": (
-            [x, ids, tensor(m, 2), peers],
+            [[x, ids, tensor(m, 2), peers]],
             {"groups": fd.define_groups("d", 2, stride=m), "experts": 4, "group": "name"},
         ),
         "combine_from": (

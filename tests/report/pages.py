@@ -19,6 +19,7 @@ STAGES = (
     "translated",
     "canonicalize",
     "assign_layouts",
+    "send_codes",
     "lower_operands",
     "simplify",
     "gather_for_each",
