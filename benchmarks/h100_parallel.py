@@ -2,7 +2,7 @@
 compute and what they send, each alone.
 
     python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models deepseek ...] [--tokens 8 ...]
-        [--passes forward lora] [--routing uniform zipf] [--ways symmetric ...] [--seconds 480]
+        [--passes forward fp8 lora] [--routing uniform zipf] [--ways symmetric ...] [--seconds 480]
     torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a
         process for each GPU is started
     python benchmarks/h100_parallel.py --page FILE.jsonl ...         writes what runs found to
@@ -13,13 +13,13 @@ A run that ends after --seconds leaves what it found in --out, and the next one 
 So does one after an error, which becomes a row that is not tried again.
 
 Cells: tokens of each rank, routing as --routing says, bf16. Passes: "forward" of NVFP4 experts;
-forward and backward of "lora", adapters of rank 16 on them, with gradients of tokens, router
-weights and adapters; of "floats", experts in bf16 that train themselves, which DeepSeek-V3's size
-has room for beside nothing else. Ways: "all_gather" and "all_to_all", by collectives
-(docs/guides/distributed.md; the number behind is the capacity); "symmetric", through memory that
-the ranks share, with sums in 16 bits, or sent in float32; "replicated", all ranks have the tokens
-of all, as in decoding under tensor parallelism, and add up with an all-reduce. Columns, medians of
-calls in CUDA graphs, the slowest rank's:
+"fp8", the same of weights and rows in e4m3; forward and backward of "lora", adapters of rank 16 on
+NVFP4 experts, with gradients of tokens, router weights and adapters; of "floats", experts in bf16
+that train themselves, which DeepSeek-V3's size has room for beside nothing else. Ways: "all_gather"
+and "all_to_all", by collectives (docs/guides/distributed.md; the number behind is the capacity);
+"symmetric", through memory that the ranks share, with sums in 16 bits, or sent in float32;
+"replicated", all ranks have the tokens of all, as in decoding under tensor parallelism, and add up
+with an all-reduce. Columns, medians of calls in CUDA graphs, the slowest rank's:
 
     EP              a call of the divided module
     local           this rank's experts on all ranks' tokens, with nothing sent
@@ -51,7 +51,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_layers import LAYERS, MODELS_BY_NAME, PASSES, Cell, Theirs, World
+from parallel_layers import FORWARDS, LAYERS, MODELS_BY_NAME, PASSES, Cell, Theirs, World
 from parallel_ways import Clock, collectives, compiled, own_share, results, trained, ways
 from results import table, write
 from torch import Tensor
@@ -340,7 +340,7 @@ def _goals(ways: dict[str, Row]) -> list[str] | None:
     if "symmetric" not in ways:
         return None
     row, in_float32 = ways["symmetric"], ways.get("symmetric float32")
-    ep, local, tokens, forward = row["ep"], row["local"], row["tokens"], row["passes"] == "forward"
+    ep, local, tokens, forward = row["ep"], row["local"], row["tokens"], row["passes"] in FORWARDS
     goal, faster, more = "", "", FASTER.get(tokens) if forward else FASTER_IN_TRAINING
     if forward and tokens in OF_LOCAL:
         ratio, us = OF_LOCAL[tokens]

@@ -15,9 +15,9 @@ from h200_cells import MODELS, Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusion_moe.encodings import NVFP4, Quantized, dequantize
+from fusion_moe.encodings import FP8_E8M0, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.ir.collectives import all_reduce
-from fusion_moe.nn import NVFP4Experts, add_lora_
+from fusion_moe.nn import Experts, NVFP4Experts, add_lora_
 
 MODELS_BY_NAME = {
     "deepseek": MODELS["deepseek"],
@@ -25,7 +25,13 @@ MODELS_BY_NAME = {
     "tiny": Model("tiny", 16, 4, 128, 64),
 }
 LORA_RANK = 16
-PASSES = {"forward": "forward", "lora": "and backward, LoRA", "floats": "and backward, bf16"}
+PASSES = {
+    "forward": "forward",
+    "fp8": "forward, FP8",
+    "lora": "and backward, LoRA",
+    "floats": "and backward, bf16",
+}
+FORWARDS = ("forward", "fp8")
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,18 @@ def nvfp4_experts(model: Model, device: torch.device) -> NVFP4Experts:
     return NVFP4Experts(*weights)
 
 
+def fp8_experts(model: Model, device: torch.device) -> Experts:
+    """Weights and rows in e4m3."""
+    g, weights = torch.Generator(device).manual_seed(0), []
+    for n, k in model.products("mlp"):
+        some = [
+            quantize(torch.randn(1, n, k, device=device, generator=g) / math.sqrt(k), FP8_E8M0)
+            for _ in range(model.experts)
+        ]
+        weights.append(some[0].of(torch.cat(parts) for parts in zip(*some, strict=True)))
+    return Experts(*weights, activation_format="fp8")
+
+
 def adapted_experts(model: Model, device: torch.device) -> nn.Module:
     """The same, frozen, with adapters in bf16 that train."""
     module, g = nvfp4_experts(model, device), torch.Generator(device).manual_seed(1)
@@ -148,6 +166,7 @@ def float_experts(model: Model, device: torch.device) -> nn.Module:
 
 LAYERS: dict[str, Callable[[Model, torch.device], nn.Module]] = {
     "forward": nvfp4_experts,
+    "fp8": fp8_experts,
     "lora": adapted_experts,
     "floats": float_experts,
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_layers import World
+from parallel_layers import FORWARDS, World
 from torch import Tensor, nn
 
 import fusion_moe
@@ -33,7 +33,7 @@ def ways(world: World, slots: int, passes: str) -> Iterator[tuple[str, dict[str,
     for capacity in dict.fromkeys((1.0, min(1.0, round(4 / 3 * mean, 2)))):
         yield f"all_to_all {capacity}", {**sent, "capacity": capacity}
     yield "symmetric", shared
-    if passes == "forward":
+    if passes in FORWARDS:
         yield "symmetric float32", {**shared, "float32_sums": True}
     yield "replicated", {}
 
@@ -46,10 +46,10 @@ def results(
     forward: Forward, trains: Sequence[Tensor], passes: str, given: Sequence[Tensor]
 ) -> list[Tensor]:
     """The result of x, ids, w; with its gradient, the last of `given`, those of x, w and what
-    trains, unless passes = "forward".
+    trains, unless passes are a forward.
     """
     *inputs, dy = given
-    if passes == "forward":
+    if passes in FORWARDS:
         with torch.no_grad():
             return [forward(*inputs)]
     x, ids, w = inputs
