@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fusion_moe
 from fusion_moe.distributed.all_to_all import AllToAll
-from fusion_moe.distributed.symmetric import Exchange
+from fusion_moe.distributed.symmetric import GroupMemory
 from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusion_moe.nn.local import local
 
@@ -93,7 +93,7 @@ def exchange_alone(world: World, module: Any, given: Sequence[Tensor]) -> Call:
     """Tokens there, and sums as large back."""
     experts = world.ranks * len(module.down_proj)
     (x, ids, w), group = given, world.mesh.get_group()
-    layer = Exchange.of_group(group, world.device).layer(experts, x.shape[1])
+    layer = GroupMemory.of_group(group, world.device).layer(experts, x.shape[1])
     layer.need(len(x), x.element_size())
     fd = fusion_moe.FusionDefinition()
     values = [fd.define_tensor(shape=t.shape, dtype=t.dtype) for t in (x, ids, w, layer.peers)]

@@ -25,7 +25,7 @@ from .shares import (
     shard_experts,
     whole_experts_of,
 )
-from .symmetric import Exchange, say_collectives, send_tokens
+from .symmetric import GroupMemory, say_collectives, send_tokens
 
 DISPATCH = ("all_gather", "all_to_all", "symmetric")
 # What each dimension of the mesh divides.
@@ -171,10 +171,10 @@ class Division:
                     torch.zeros((), dtype=torch.int64, device=self.mesh.device_type),
                     persistent=False,
                 )
-            if (exchange := self._exchange) is None:
+            if (memory := self._memory) is None:
                 divide_forward(module, dispatcher)
             elif features := _features(module):
-                layer = exchange.layer(experts, features)
+                layer = memory.layer(experts, features)
                 layer.capacity = self.capacity if isinstance(self.capacity, int) else 0
                 layer.float32_sums = self.float32_sums
                 send_tokens(module, layer, dispatcher)
@@ -184,18 +184,18 @@ class Division:
 
     def allocate(self) -> None:
         """Allocates what the ranks share, if it is known for how many tokens."""
-        if self._exchange and isinstance(self.capacity, int):
-            self._exchange.allocate(self.capacity)
+        if self._memory and isinstance(self.capacity, int):
+            self._memory.allocate(self.capacity)
 
     @cached_property
-    def _exchange(self) -> Exchange | None:
+    def _memory(self) -> GroupMemory | None:
         """What the ranks share, for dispatch = "symmetric"; None, which is said, if they cannot."""
         if self.dispatch != "symmetric":
             return None
         kind = self.mesh.device_type
         device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
         try:
-            return Exchange.of_group(self.mesh.get_group(), device or torch.device(kind))
+            return GroupMemory.of_group(self.mesh.get_group(), device or torch.device(kind))
         except UnsupportedError as error:
             say_collectives(str(error))
             return None

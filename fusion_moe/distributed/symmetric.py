@@ -2,8 +2,8 @@
 memory, as operations of the programs that compute the experts and their gradients
 (ir/kinds/collectives.py).
 
-    exchange = Exchange.of_group(group, device)         # checks; UnsupportedError says why not
-    layer = exchange.layer(experts, features)           # on all ranks, in the same order
+    memory = GroupMemory.of_group(group, device)        # checks; UnsupportedError says why not
+    layer = memory.layer(experts, features)             # on all ranks, in the same order
     layer.arguments()                                   # of `fused_experts`
 
 Memory is allocated by the first call that needs it, and grows with later ones: on all ranks at
@@ -39,6 +39,7 @@ from ..runtime.turns import Turns
 from .dispatch import Dispatcher, divide_forward
 
 _CHUNKS, _PIECES, _MOST_RANKS, _TILE = 256, 16, 64, 256
+_LESS = "a lower capacity, or fewer tokens in a call (vLLM: --max-num-batched-tokens)"
 Place = tuple[str, str, Any]
 # torch makes multicast objects at rendezvous, and NCCL for its communicators, unless these say no
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -54,12 +55,12 @@ def region_bytes(ranks: int, tokens: int, row: int) -> int:
     return 256 + sum(ceil_to(n * ranks, 256) for n in (*flags, *twice, *twice))
 
 
-class Exchange:
+class GroupMemory:
     """The memory of a group's ranks, which its layers use in turn. tokens, row: for how many tokens
     of a rank, and bytes of each, there is room.
     """
 
-    _of_groups: dict[str, Exchange] = {}  # noqa: RUF012
+    _of_groups: dict[str, GroupMemory] = {}  # noqa: RUF012
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         """UnsupportedError, on all ranks, if they cannot share memory."""
@@ -88,7 +89,7 @@ class Exchange:
         return ""
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
         """The one of a group, for all its layers."""
         found = cls._of_groups.get(group.group_name)
         if found is None or found.group is not group:
@@ -172,7 +173,7 @@ class Exchange:
             raise OptionError(
                 f"{amount(free, 'B')} of free memory",
                 expected=said,
-                todo="lower capacity, or the number of tokens in a call",
+                todo=_LESS,
                 where="dispatch='symmetric'",
             )
 
@@ -197,7 +198,7 @@ class Exchange:
             raise OptionError(
                 f"no {amount(nbytes * self.ranks, 'B')} of memory that processes share: {why}",
                 expected=f"as much for {self.ranks} ranks, in /dev/shm where it exists",
-                todo="a larger /dev/shm (containers: --shm-size), or a lower capacity",
+                todo=f"a larger /dev/shm (containers: --shm-size), or {_LESS}",
                 where="dispatch='symmetric'",
             )
         whole = torch.from_file(name, shared=True, size=nbytes * self.ranks, dtype=torch.uint8)
@@ -226,14 +227,16 @@ class Exchange:
 
 
 class Layer:
-    """A layer's part of an exchange. peers i64[4 + R]: the rank, the layer's number, for how many
-    tokens of a rank and bytes of each there is room, where each rank's memory is. capacity:
-    the most tokens of any rank, 0 if all have equally many. float32_sums: whether ranks'
+    """A layer that uses the memory of a group. peers i64[4 + R]: the rank, the layer's number, for
+    how many tokens of a rank and bytes of each there is room, where each rank's memory is.
+    capacity: the most tokens of any rank, 0 if all have equally many. float32_sums: whether ranks'
     sums are added before they are rounded.
     """
 
-    def __init__(self, exchange: Exchange, number: int, experts: int, features: int, peers: Tensor):
-        self.exchange, self.number, self.experts = exchange, number, experts
+    def __init__(
+        self, memory: GroupMemory, number: int, experts: int, features: int, peers: Tensor
+    ):
+        self.memory, self.number, self.experts = memory, number, experts
         self.features, self.peers = features, peers
         self.capacity, self.float32_sums = 0, False
 
@@ -244,13 +247,13 @@ class Layer:
     def need(self, tokens: int, itemsize: int) -> None:
         """Memory for so many tokens of each rank; kernels may pad their features."""
         widest = max(itemsize, 4 if self.float32_sums else 0)
-        self.exchange.need(tokens, ceil_to(self.features, _TILE) * widest)
+        self.memory.need(tokens, ceil_to(self.features, _TILE) * widest)
 
     def arguments(self) -> dict[str, Any]:
         """Those of `fused_experts`."""
         return {
             "peers": self.peers,
-            "across": self.exchange.group.group_name,
+            "across": self.memory.group.group_name,
             "of_experts": self.experts,
             "capacity": self.capacity,
             "float32_sums": self.float32_sums,
@@ -285,7 +288,7 @@ def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
             given = *given, {**(adapters or {}), **layer.arguments()}
         if torch.compiler.is_compiling():
             return inner(self, *given)
-        with layer.exchange.turns.next():
+        with layer.memory.turns.next():
             tokens = math.prod(hidden_states.shape[:-1])
             if most and tokens > most:
                 raise ShapeError(
@@ -298,7 +301,7 @@ def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
             layer.need(most or max(tokens, 1), computed.element_size())
             y = inner(self, *given)
         if y.is_cuda and y.grad_fn is not None:
-            y.grad_fn.register_prehook(layer.exchange.take_turn)
+            y.grad_fn.register_prehook(layer.memory.take_turn)
         return y
 
     module.forward = MethodType(forward, module)

@@ -18,7 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from ..distributed.dispatch import Everywhere
-from ..distributed.symmetric import Exchange, send_tokens
+from ..distributed.symmetric import GroupMemory, send_tokens
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
 from ..serving import NAME, unsupported
@@ -40,12 +40,12 @@ def sends_tokens_(experts: Experts, moe: Any) -> bool:
     if not why:
         group, device = get_ep_group().device_group, experts.weight_of("down").device
         try:
-            exchange = Exchange.of_group(group, device)
+            memory = GroupMemory.of_group(group, device)
         except UnsupportedError as error:
             why = str(error)
         else:
-            layer = exchange.layer(moe.num_experts, moe.hidden_dim)
-            exchange.allocate(moe.max_num_tokens)
+            layer = memory.layer(moe.num_experts, moe.hidden_dim)
+            memory.allocate(moe.max_num_tokens)
             send_tokens(experts, layer, Everywhere(group.group_name, group.size(), True))
             logger.info_once("fusion_moe sends tokens through memory that the ranks share")
             return True

@@ -542,22 +542,22 @@ def ranks_that_share_no_memory(mesh):
     if mesh.size() > 1:
         how.append(("_place", lambda _: (str(mesh.get_rank()), "", None)))
     for name, instead in how:
-        where: Any = symmetric if name == "_place" else symmetric.Exchange
+        where: Any = symmetric if name == "_place" else symmetric.GroupMemory
         original = getattr(where, name)
         mine = init_device_mesh(DEVICE, (mesh.size(),), mesh_dim_names=(name.strip("_"),))
         setattr(where, name, instead)
-        symmetric.Exchange._of_groups.clear()
+        symmetric.GroupMemory._of_groups.clear()
         try:
             whole = experts(E, H, I)
             module = divided(whole, mine, "ep", "sharded", dispatch="symmetric")
-            assert (mine.get_group().group_name in symmetric.Exchange._of_groups) == (
+            assert (mine.get_group().group_name in symmetric.GroupMemory._of_groups) == (
                 name not in ("_place", {"cpu": "_in_a_file", "cuda": "_on_gpus"}[DEVICE])
             )
             given = of_rank(mesh, inputs(4 * mesh.size()))
             assert_alike([module(*given)], [whole(*given)])
         finally:
             setattr(where, name, original)
-            symmetric.Exchange._of_groups.clear()
+            symmetric.GroupMemory._of_groups.clear()
 
 
 @case
@@ -646,8 +646,8 @@ def ranks_that_disagree(mesh):
     if mesh.size() > 1:
         with torch.no_grad():
             refuses(OptionError, "calls with 2001 tokens", lambda: module(x, ids, w))
-        exchange = symmetric.Exchange.of_group(mesh.get_group(), torch.device(DEVICE))
-        refuses(OptionError, "8 experts of 64 features", lambda: exchange.layer(E + rank, H))
+        memory = symmetric.GroupMemory.of_group(mesh.get_group(), torch.device(DEVICE))
+        refuses(OptionError, "8 experts of 64 features", lambda: memory.layer(E + rank, H))
 
 
 @case

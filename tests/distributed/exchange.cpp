@@ -105,7 +105,7 @@ struct Rank {
                       ends.data()))
             return "lost";
         std::vector<float> y(x.size());
-        const Exchange of(peers.data(), ranks, each, EXPERTS, SLOTS, 4 * WIDTH);
+        const Call of(peers.data(), ranks, each, EXPERTS, SLOTS, 4 * WIDTH);
         for (i64 s = 0; s < ranks; ++s) {
             const Tokens want(s, n, each);
             if (ends[s] != s * each + want.count) return "ends";
@@ -136,7 +136,7 @@ struct Rank {
     std::string back(const Tokens& mine, const std::vector<float>& y, const std::vector<i32>& ids,
                      const std::vector<i32>& ends, i64 each) {
         const i64 ranks = world.ranks;
-        const Exchange of(peers.data(), ranks, each, EXPERTS, SLOTS, 4 * WIDTH);
+        const Call of(peers.data(), ranks, each, EXPERTS, SLOTS, 4 * WIDTH);
         std::vector<float> made(std::size_t(mine.count * WIDTH));
         if (!combine_from(y.data(), ids.data(), mine.ids.data(), ends.data(), peers.data(), ranks,
                           each, EXPERTS, mine.count, SLOTS, WIDTH, made.data()))

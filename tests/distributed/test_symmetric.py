@@ -109,11 +109,11 @@ def test_a_file_system_without_room_is_an_error_before_anything_is_written(tmp_p
     monkeypatch.setattr(symmetric.tempfile, "mkstemp", lambda *_: mkstemp(dir=tmp_path))
     assert symmetric._file_of(4096) == ("", "[Errno 28] No space left on device")
     assert not [*tmp_path.iterdir()]
-    exchange = symmetric.Exchange.__new__(symmetric.Exchange)
-    exchange.rank, exchange.ranks = 0, 2
-    exchange._of_all = lambda x: [x, x]
+    memory = symmetric.GroupMemory.__new__(symmetric.GroupMemory)
+    memory.rank, memory.ranks = 0, 2
+    memory._of_all = lambda x: [x, x]
     with pytest.raises(OptionError, match=r"no 8.19 kB of memory that processes share"):
-        exchange._in_a_file(100)
+        memory._in_a_file(100)
 
 
 def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
@@ -126,15 +126,15 @@ def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
     try:
-        exchange = symmetric.Exchange.of_group(dist.group.WORLD, torch.device("cpu"))
-        first = exchange.layer(4, 64)
+        memory = symmetric.GroupMemory.of_group(dist.group.WORLD, torch.device("cpu"))
+        first = memory.layer(4, 64)
         first.need(5, 2)
-        second = exchange.layer(4, 64)
+        second = memory.layer(4, 64)
         second.need(5, 2)
         assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
         assert [int(layer.peers[1]) for layer in (first, second)] == [0, 1]
         assert int(second.peers[2]) == 5
-        monkeypatch.setattr(exchange, "_share", fails)
+        monkeypatch.setattr(memory, "_share", fails)
         with pytest.raises(OSError, match="no room"):
             first.need(9, 2)
         assert not first.peers[2:4].any()  # what was freed is in no call

@@ -59,14 +59,14 @@ class Collective(Source):
         blocks = _blocks(arch)
         return self.once(self._dispatch if self.sends else self._combine_from, blocks)
 
-    def _exchange(self, blocks: int) -> tuple[str, str]:
+    def _call(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
         ids, peers = self.op.values[1], self.op.values[3 if self.sends else 4]
         numbers = self._ranks, known(ids.type.shape[1]), sum(self._parts)
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks)))
         assert self.groups.stride is not None
         return (
-            f"Exchange<{of}>",
+            f"Call<{of}>",
             f"{{{self.array(peers)}, i32({size(self.groups.stride)}), error}}",
         )
 
@@ -75,7 +75,7 @@ class Collective(Source):
 
     def _dispatch(self, blocks: int) -> list[KernelSource]:
         x, ids, w, _, *scales = self.op.values
-        of, call = self._exchange(blocks)
+        of, call = self._call(blocks)
         tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
         rows, all_ids, all_w, ends, *all_scales = (self.names[v] for v in self.op.outputs)
         beside = *map(self.array, scales), *all_scales
@@ -87,7 +87,7 @@ class Collective(Source):
 
     def _combine_from(self, blocks: int) -> list[KernelSource]:
         (y, all_ids, ids, ends, _), (total,) = self.op.values, self.op.outputs
-        of, call = self._exchange(blocks)
+        of, call = self._call(blocks)
         tokens, sent = size(plain(ids.type.shape[0])), [self.array(v) for v in (all_ids, ends)]
         given = ", ".join([call, *sent, f"i32({tokens})", self.array(ids), self.names[total]])
         combine = f"const CombineFrom<{of}, {stored(ids)}, {stored(y)}> combine{{{given}}};"

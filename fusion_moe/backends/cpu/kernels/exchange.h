@@ -80,11 +80,11 @@ class Region {
 };
 
 // A call by one rank. each: rows for each rank.
-class Exchange {
+class Call {
   public:
     enum Why : u64 { IDS = 1, ROWS, SUMS, DISAGREES, NO_ROOM };
 
-    Exchange(const i64* peers, i64 ranks, i64 each, i64 experts, i64 slots, i64 row)
+    Call(const i64* peers, i64 ranks, i64 each, i64 experts, i64 slots, i64 row)
         : ranks(ranks),
           each(each),
           slots(slots),
@@ -185,7 +185,7 @@ template <class X, class Id, class W>
 bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks, i64 each,
               i64 experts, i64 tokens, i64 slots, i64 width, X* rows, i32* all_ids, W* all_w,
               i32* ends) {
-    Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(X)));
+    Call call(peers, ranks, each, experts, slots, width * i64(sizeof(X)));
     if (!call.begin()) return false;
     const u64 n = call.number();
     call.all_ranks([&](i64 rank) {
@@ -212,17 +212,16 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     const Region own = call.region();
     std::fill(all_ids, all_ids + ranks * each * slots, -1);
     return call.all_ranks([&](i64 rank) {
-        if (!call.wait(own.ids_flag(rank, 0), Exchange::IDS, rank) || !call.agrees(rank))
-            return false;
+        if (!call.wait(own.ids_flag(rank, 0), Call::IDS, rank) || !call.agrees(rank)) return false;
         const i64 there = i64(own.letter(rank, n).tokens), first = rank * each;
         for (i64 p = 1; p < call.pieces(there); ++p)
-            if (!call.wait(own.ids_flag(rank, p), Exchange::IDS, rank)) return false;
+            if (!call.wait(own.ids_flag(rank, p), Call::IDS, rank)) return false;
         ends[rank] = i32(first + there);
         std::copy_n(own.ids(rank, n), there * slots, all_ids + first * slots);
         std::transform(own.weights(rank, n), own.weights(rank, n) + there * slots,
                        all_w + first * slots, [](float v) { return stored<W>(v); });
         for (i64 c = 0; c < call.chunks(there); ++c) {
-            if (!call.wait(own.rows_flag(rank, c), Exchange::ROWS, rank)) return false;
+            if (!call.wait(own.rows_flag(rank, c), Call::ROWS, rank)) return false;
             call.for_tokens(c, there, [&](i64 t) {
                 if (call.needs(call.here, all_ids + (first + t) * slots))
                     std::memcpy(rows + (first + t) * width, own.rows(rank, n) + t * call.row,
@@ -239,7 +238,7 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
 template <class Y, class Id>
 bool combine_from(const Y* y, const i32* all_ids, const Id* ids, const i32* ends, const i64* peers,
                   i64 ranks, i64 each, i64 experts, i64 tokens, i64 slots, i64 width, Y* made) {
-    Exchange call(peers, ranks, each, experts, slots, width * i64(sizeof(Y)));
+    Call call(peers, ranks, each, experts, slots, width * i64(sizeof(Y)));
     if (!call.begin()) return false;
     const u64 n = call.number();
     const Region own = call.region();
@@ -258,7 +257,7 @@ bool combine_from(const Y* y, const i32* all_ids, const Id* ids, const i32* ends
     });
     const bool all = call.all_ranks([&](i64 rank) {
         for (i64 c = 0; c < call.chunks(tokens); ++c)
-            if (!call.wait(own.sums_flag(rank, c), Exchange::SUMS, rank)) return false;
+            if (!call.wait(own.sums_flag(rank, c), Call::SUMS, rank)) return false;
         return true;
     });
     for (i64 t = 0; all && t < tokens; ++t) {

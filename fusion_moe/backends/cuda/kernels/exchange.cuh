@@ -64,7 +64,7 @@ __device__ __forceinline__ void forget(uint4* p) {
 
 // One call, as a rank sees it. EXPERTS: of all ranks.
 template <int RANKS_, i32 SLOTS_, i64 ROW_BYTES, i32 EXPERTS, i32 BLOCKS>
-struct Exchange {
+struct Call {
     static constexpr i32 RANKS = RANKS_, SLOTS = SLOTS_;
     static constexpr i32 PIECES = i32(ROW_BYTES / 16);                         // of a row
     static constexpr i32 SENDERS = 2 * BLOCKS / 3, TAKERS = BLOCKS - SENDERS;  // blocks
@@ -284,9 +284,9 @@ struct Rows {
 // -1 for a row that is of no token or did not come; weights; the rows of this rank's experts; the
 // row after each rank's last token. EQUAL: all ranks have `most` tokens. SCALES: how many pieces of
 // a row are its scales.
-template <class Exchange, class Id, class Weight, bool EQUAL, i32 SCALES = 0>
+template <class Call, class Id, class Weight, bool EQUAL, i32 SCALES = 0>
 struct Dispatch {
-    Exchange e;
+    Call e;
     i32 tokens;
     const Id* ids;                 // [tokens, SLOTS]
     const Weight* weights;         // the same
@@ -317,8 +317,8 @@ struct Dispatch {
     }
 
   private:
-    static constexpr i32 RANKS = Exchange::RANKS, SLOTS = Exchange::SLOTS,
-                         PIECES = Exchange::PIECES, AT_ONCE = 4;
+    static constexpr i32 RANKS = Call::RANKS, SLOTS = Call::SLOTS, PIECES = Call::PIECES,
+                         AT_ONCE = 4;
 
     template <class Piece, class Bytes>
     __device__ __forceinline__ static auto rows_at(Bytes* x, Bytes* scales, i64 row) {
@@ -328,7 +328,7 @@ struct Dispatch {
     }
 
     __device__ __forceinline__ void send(i32 first, i32 end, u64 epoch) const {
-        __shared__ u32 owners[Exchange::MOST_OF_UNIT];
+        __shared__ u32 owners[Call::MOST_OF_UNIT];
         __shared__ uint4* there[RANKS];
         const i32 mine = e.rank(), before = mine * e.most, last = min(end, tokens);
         const auto here = rows_at<const uint4>(x, scales, first);
@@ -375,7 +375,7 @@ struct Dispatch {
 
     __device__ __forceinline__ void take(i32 from, i32 first, i32 end, u64 epoch) const {
         __shared__ i32 said;
-        __shared__ bool wanted[Exchange::MOST_OF_UNIT];
+        __shared__ bool wanted[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = from * e.most;
         if (threadIdx.x == 0) said = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
         for (i32 t = threadIdx.x; t < end - first; t += blockDim.x) wanted[t] = false;
@@ -437,9 +437,9 @@ __device__ __forceinline__ void sum_slots(float (&total)[V], const T* y, i64 wid
 // Sends what this rank's experts made of all ranks' tokens back, and adds what all ranks made of
 // this rank's, in the order of ranks; nothing of those that did not answer. It also awaits ranks
 // that made nothing: they have taken what they got.
-template <class Exchange, class Id, class Number>
+template <class Call, class Id, class Number>
 struct CombineFrom {
-    Exchange e;
+    Call e;
     const i32* all_ids;  // [RANKS * most, SLOTS] and
     const i32* ends;     // [RANKS], as Dispatch found them
     i32 tokens;
@@ -474,13 +474,13 @@ struct CombineFrom {
 
   private:
     static constexpr int V = 16 / sizeof(Number);
-    static constexpr i32 RANKS = Exchange::RANKS, SLOTS = Exchange::SLOTS,
-                         PIECES = Exchange::PIECES, AT_ONCE = RANKS < 4 ? RANKS : 4;
+    static constexpr i32 RANKS = Call::RANKS, SLOTS = Call::SLOTS, PIECES = Call::PIECES,
+                         AT_ONCE = RANKS < 4 ? RANKS : 4;
     static constexpr u32 MASK = (1 << AT_ONCE) - 1;
 
     template <class Made>
     __device__ __forceinline__ void send(i32 to, i32 first, i32 unit, u64 epoch, Made made) const {
-        __shared__ u32 slots[Exchange::MOST_OF_UNIT];
+        __shared__ u32 slots[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = to * e.most;
         const i32 end = min(first + unit, ends[to] - before);
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
@@ -497,7 +497,7 @@ struct CombineFrom {
     }
 
     __device__ __forceinline__ void add(i32 first, i32 end, u64 epoch) const {
-        __shared__ u32 owners[Exchange::MOST_OF_UNIT];
+        __shared__ u32 owners[Call::MOST_OF_UNIT];
         __shared__ bool answers[RANKS];
         const i32 mine = e.rank();
         for (i32 r = threadIdx.x; r < RANKS; r += blockDim.x)
