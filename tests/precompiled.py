@@ -26,7 +26,9 @@ def use() -> None:
     real, version = build._compile, cache(build._version)
 
     def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
-        if KERNELS in source.include and "Free Software Foundation" in version((command[0],)):
+        # what is included before it, as emulated instructions are, would be left out
+        first = KERNELS in source.include and "-include" not in command
+        if first and "Free Software Foundation" in version((command[0],)):
             header = _header(tuple(command), "" if source.tier == "generic" else INTRINSICS)
             # gcc takes one if nothing stands before it
             command = [command[0], "-include", str(header), *command[1:]]
