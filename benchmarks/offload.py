@@ -16,7 +16,8 @@ the same ids: with misses divided ("split"), all computed by the CPU ("cpu"), al
 of a layer that is there whole ("whole"), of the operation without any of this ("plain"), and,
 without a graph, plain offloading rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py),
 steps with its experts on the CPU and ours on the GPU ("kt", of offload_kt.py) follow in blocks,
-since its threads spin.
+since its threads spin. Before each step the GPU's second-level cache is overwritten, as weights
+that were read since the last layer overwrite it in a model.
 
 Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's
 time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
@@ -186,7 +187,9 @@ class Layers:
                 by = {n: step for n, step in by.items() if is_right(n, step(x, now, w), want)}
                 kept.append(by)  # whose memory graphs use
                 kt.append({n: self.on.replayed(step, x, now, w) for n, step in by.items()})
-        times: dict[str, list[float]] = {n: [] for n in (*WAYS, *(kt[0] if kt else ()))}
+        right = [n for n in kt[0] if all(n in by for by in kt)] if kt else []
+        kt = [{n: by[n] for n in right} for by in kt if right]
+        times: dict[str, list[float]] = {n: [] for n in (*WAYS, *right)}
         end = time.monotonic() + most.cell
         for first in range(0, len(ids), FEWEST):
             if first and time.monotonic() > end:
