@@ -1379,7 +1379,8 @@ def run(rank: int, ranks: int, folder: Path, group: str, chosen: Sequence[str]) 
         except Exception:
             outcomes[name] = traceback.format_exc()
         how = "failed" if outcomes[name] else "passed"
-        print(f"rank {rank}: {name} {how}, {time.monotonic() - began:.1f} s", flush=True)
+        text = f"rank {rank}: {name} {how}, {time.monotonic() - began:.1f} s\n{outcomes[name]}"
+        print(text, end="", flush=True)  # in case that others wait for this one in vain
     (folder / f"{group}.{rank}.json").write_text(json.dumps(outcomes))
     os._exit(0)  # without the others, of which one may be gone
 
