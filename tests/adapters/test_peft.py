@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from by_peft import DELTAS, MADE, adapted, deltas, make, qwen3_moe
-from models import model_of
 from safetensors.torch import load_file
+from tiny import tiny
 from torch import Tensor
 
 import fusion_moe
@@ -109,7 +109,7 @@ def test_families(family, tmp_path):
     """Weights stored either way, gate and up in turns, no gate: the same is added to the weights as
     they are here.
     """
-    model = model_of(family)
+    model = tiny(family)
     ours = copy.deepcopy(model)
     name = next(n for n, m in model.named_modules() if nn.contract_of(m))
     contract = nn.contract_of(model.get_submodule(name))

@@ -1,4 +1,4 @@
-"""Tiny models of families, and the classes of experts of all families of the transformers that is
+"""Sizes of tiny models, and the classes of experts of all families of the transformers that is
 installed.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
@@ -34,8 +33,6 @@ COMMON = {
     "moe_intermediate_size": I,
     "tie_word_embeddings": False,
 }
-LOCAL = {"intermediate_size": I, "num_local_experts": E}
-QWEN = {"num_experts": E, "decoder_sparse_step": 1, "mlp_only_layers": []}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -44,61 +41,6 @@ LINEAR = {
     "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": I,
 }
-GROUPS = {"n_routed_experts": E, "n_group": 1, "topk_group": 1}
-LATENT = {
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "head_dim": 16,
-}
-NEMOTRON = {
-    "num_hidden_layers": None,
-    "layers_block_type": ["moe", "attention"],
-    "moe_shared_expert_intermediate_size": I,
-    "moe_latent_size": 32,
-    "num_nextn_predict_layers": 0,
-}
-GEMMA = {
-    "enable_moe_block": True,
-    "num_experts": E,
-    "top_k_experts": K,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 2,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 96,
-    "num_kv_shared_layers": 0,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("Qwen3MoeConfig", QWEN),
-    "qwen3_next": ("Qwen3NextConfig", QWEN | LINEAR),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", QWEN | LINEAR),
-    "olmoe": ("OlmoeConfig", QWEN | {"intermediate_size": I}),
-    "mixtral": ("MixtralConfig", LOCAL),
-    "minimax_m2": ("MiniMaxM2Config", LOCAL | {"rotary_dim": 16}),
-    "gpt_oss": ("GptOssConfig", LOCAL | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "deepseek_v3": ("DeepseekV3Config", GROUPS | LATENT),
-    "nemotron_h": ("NemotronHConfig", GROUPS | NEMOTRON),
-    "gemma4": ("Gemma4TextConfig", GEMMA),
-    "llama4": (
-        "Llama4TextConfig",
-        LOCAL | {"intermediate_size_mlp": 2 * I, "num_experts_per_tok": 1, "moe_layers": [0, 1]},
-    ),
-}
-
-
-def model_of(family: str) -> nn.Module:
-    """A small random model, in float32."""
-    name, changes = MODELS[family]
-    settings = {k: v for k, v in (COMMON | changes).items() if v is not None}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, name)(**settings), dtype=torch.float32
-    )
-    return randomized(model).eval()
 
 
 def randomized(module: nn.Module) -> nn.Module:

@@ -15,88 +15,29 @@ from fusion_moe import options  # noqa: E402
 from fusion_moe.ir.activation import read  # noqa: E402
 from fusion_moe.nn.conversion.traced_activation import activation_of  # noqa: E402
 from fusion_moe.recipe import MXFP8BlockScaling  # noqa: E402
-from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
+from tests.families.models import AnyConfig, E, K, class_of, decorated, randomized  # noqa: E402
+from tests.families.tiny import tiny  # noqa: E402
 
-E, K, H, I, T = 4, 2, 32, 24, 26
+H, I, T = 32, 24, 26
 # older tracers take no module as the argument of assume_constant_result
 IN_ONE_GRAPH = torch.__version__ >= "2.13"
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": H,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": K,
-}
-QWEN3 = {
-    "moe_intermediate_size": I,
-    "intermediate_size": 2 * I,
-    "num_experts": E,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-DEEPSEEK = {
-    "intermediate_size": 2 * I,
-    "moe_intermediate_size": I,
-    "n_routed_experts": E,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-NEMOTRON = {
-    "num_hidden_layers": None,
-    "layers_block_type": ["moe", "attention"],
-    "intermediate_size": I,
-    "moe_intermediate_size": I,
-    "moe_shared_expert_intermediate_size": I,
-    "n_routed_experts": E,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 0,
-}
-FAMILIES = {  # name: its config, an operation of its activation
-    "qwen3": ("Qwen3MoeConfig", QWEN3, "silu(gate)"),
-    "mixtral": (
-        "MixtralConfig",
-        {"intermediate_size": I, "num_local_experts": E},
-        "silu(gate)",
-    ),
-    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK, "silu(gate)"),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"intermediate_size": I, "num_local_experts": E},
-        "minimum(gate, 7.0)",
-    ),
-    "qwen3_gelu": ("Qwen3MoeConfig", QWEN3 | {"hidden_act": "gelu_pytorch_tanh"}, "tanh("),
-    "nemotron_h": ("NemotronHConfig", NEMOTRON, "relu(up)"),
+FAMILIES = {  # name: the class of its experts, an operation of its activation
+    "qwen3": ("qwen3_moe.Qwen3MoeExperts", "silu(gate)"),
+    "mixtral": ("mixtral.MixtralExperts", "silu(gate)"),
+    "deepseek_v3": ("deepseek_v3.DeepseekV3Experts", "silu(gate)"),
+    "gpt_oss": ("gpt_oss.GptOssExperts", "minimum(gate, 7.0)"),
+    "qwen3_gelu": ("qwen3_moe.Qwen3MoeExperts", "tanh("),
+    "nemotron_h": ("nemotron_h.NemotronHExperts", "relu(up)"),
 }
 
 
-def model_of(family: str) -> torch.nn.Module:
-    """A small random model."""
-    name, config, _ = FAMILIES[family]
-    settings = {k: v for k, v in (COMMON | config).items() if v is not None}
+def experts_of(family: str, intermediate: int = I) -> torch.nn.Module:
+    """Small random experts."""
+    config = AnyConfig(H, intermediate)
+    if family == "qwen3_gelu":
+        config.hidden_act = "gelu_pytorch_tanh"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings))
-    for name, p in model.named_parameters():
-        if "bias" in name:
-            torch.nn.init.normal_(p)
-    return model
-
-
-def experts_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The experts of a model's first layer that has some."""
-    return next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+    return randomized(class_of(*FAMILIES[family][0].split("."))(config))
 
 
 @contextmanager
@@ -127,7 +68,7 @@ def step(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_logits_and_all_gradients_are_those_of_eager(family):
-    model = model_of(family)
+    model = tiny(family)
     want = step(model, "eager")
     with options.override(target="reference"):
         got = step(model, "fusion_moe")
@@ -137,9 +78,9 @@ def test_logits_and_all_gradients_are_those_of_eager(family):
 
 
 def test_the_activation_is_traced(family):
-    module = experts_of(model_of(family))
+    module = experts_of(family)
     activation = read(activation_of(module, as_stored=True))
-    assert FAMILIES[family][2] in activation.formula
+    assert FAMILIES[family][1] in activation.formula
     assert activation.interleave == (module.has_gate and not module.is_concatenated)
 
 
@@ -177,9 +118,7 @@ def check_bf16(family: str, dtype: torch.dtype) -> None:
     """Errors of the result and of all gradients. dtype: of tokens and parameters, whose values are
     bf16's.
     """
-    experts = experts_of(model_of(family)).bfloat16()
-    for p in experts.parameters():
-        torch.nn.init.normal_(p, std=0.2)
+    experts = experts_of(family).bfloat16()
     ours, theirs = (
         gradients(experts.to(dtype), name, inputs(dtype)) for name in ("fusion_moe", "eager")
     )
@@ -191,7 +130,7 @@ def check_bf16(family: str, dtype: torch.dtype) -> None:
 
 
 def test_weights_are_saved_as_they_are(family):
-    experts, saved = experts_of(model_of(family)).bfloat16(), []
+    experts, saved = experts_of(family).bfloat16(), []
     weights = {p.data_ptr() for p in experts.parameters() if p.dim() == 3}
     with (
         implementation(experts, "fusion_moe"),
@@ -203,12 +142,9 @@ def test_weights_are_saved_as_they_are(family):
 
 def experts_in_blocks(family):
     """Experts in bfloat16 whose features come in blocks of 32, and their arguments."""
-    name, config, _ = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**COMMON | config | {"moe_intermediate_size": 32})
-    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-    model.set_experts_implementation("fusion_moe")
-    return experts_of(model), (
+    experts = experts_of(family, 32).bfloat16()
+    experts.config._experts_implementation = "fusion_moe"
+    return experts, (
         torch.randn(T, H).bfloat16(),
         torch.randint(E, (T, K)),
         torch.rand(T, K).bfloat16(),
@@ -239,7 +175,7 @@ def test_a_recipe_compiled():
 
 
 def test_experts_of_other_ranks_add_nothing():
-    experts = experts_of(model_of("qwen3"))
+    experts = experts_of("qwen3")
     x, ids, w = inputs(torch.float32)
     with torch.no_grad(), implementation(experts, "fusion_moe"):
         here = torch.where(ids == 1, 0.0, w)
@@ -250,7 +186,7 @@ def test_experts_of_other_ranks_add_nothing():
 
 @pytest.mark.compiler
 def test_compiled():
-    experts, args = experts_of(model_of("qwen3_gelu")), inputs(torch.float32)
+    experts, args = experts_of("qwen3_gelu"), inputs(torch.float32)
     want = gradients(experts, "fusion_moe", args)
     with implementation(experts, "fusion_moe"):
         y = torch.compile(experts, backend="fusion_moe", fullgraph=IN_ONE_GRAPH)(*args)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from by_peft import qwen3_moe
-from models import model_of
 from safetensors.torch import load_file
+from tiny import tiny
 from torch import Tensor
 
 import fusion_moe
@@ -105,7 +105,7 @@ def test_names_shapes_values_and_gradients_are_those_on_floats(family, tmp_path)
     """Weights stored either way round, gate and up in turns, no gate. Files go both ways."""
     from peft import PeftModel
 
-    original = model_of(family)
+    original = tiny(family)
     name = next(n for n, m in original.named_modules() if nn.contract_of(m))
     targets = [f"{name}.{n}" for n in nn.contract_of(original.get_submodule(name)).names[:2]]
     modules = {"target_modules": [], "target_parameters": targets}
@@ -179,7 +179,7 @@ def test_all_linear_is_what_it_is_on_floats(tmp_path):
 def test_all_linear_includes_encoded_layers_and_experts(name):
     """Also in families whose experts were never linear layers, which PEFT leaves out silently."""
     model = (
-        quantized(model_of(name))
+        quantized(tiny(name))
         if name == "gpt_oss"
         else from_pretrained(MADE / name, dtype=torch.float32)
     )
