@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.tiny_qwen3 import qwen3_moe
 
 MADE = Path(__file__).parent / "made"
 DELTAS = "deltas.safetensors"
@@ -31,28 +32,6 @@ KEPT = (
     "use_rslora",
     "rank_pattern",
 )
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.2,
-}
-
-
-def qwen3_moe(**changes: int) -> Any:
-    """A random model, in bf16."""
-    torch.manual_seed(0)
-    return (
-        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | changes))
-        .bfloat16()
-        .eval()
-    )
 
 
 def adapted(
@@ -85,7 +64,7 @@ def deltas(wrapped: Any) -> dict[str, Tensor]:
 
 def make(folder: Path) -> None:
     """Writes the directory: what PEFT saves, without defaults, and what it adds to the weights."""
-    wrapped = adapted(qwen3_moe())
+    wrapped = adapted(qwen3_moe().bfloat16())
     wrapped.save_pretrained(folder)
     save_file(
         load_file(folder / "adapter_model.safetensors"),

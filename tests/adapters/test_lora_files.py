@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from by_peft import MADE, qwen3_moe
+from by_peft import MADE
 from safetensors.torch import load_file, save_file
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe import nn
@@ -33,7 +34,7 @@ LAYER = "base_model.model.model.layers.0.mlp.experts"
 
 
 def quantized() -> Any:
-    model = qwen3_moe()
+    model = qwen3_moe().bfloat16()
     fusion_moe.quantize_(model)
     return model
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_peft import DELTAS, MADE, adapted, deltas, make, qwen3_moe
+from by_peft import DELTAS, MADE, adapted, deltas, make
 from safetensors.torch import load_file
 from tiny import tiny
+from tiny_qwen3 import qwen3_moe
 from torch import Tensor
 
 import fusion_moe
@@ -22,7 +23,7 @@ TOKENS = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1)
 
 def quantized_and_decoded() -> tuple[Any, Any]:
     """A model with NVFP4 experts, and the same in bf16 with the numbers that those stand for."""
-    model = qwen3_moe()
+    model = qwen3_moe().bfloat16()
     quantized = copy.deepcopy(model)
     fusion_moe.quantize_(quantized)
     experts, ours = model.model.layers[0].mlp.experts, quantized.model.layers[0].mlp.experts
@@ -47,7 +48,7 @@ def assert_as_near(ours: Any, theirs: Any) -> None:
 
 def test_what_peft_made_loads():
     """Bit for bit what PEFT adds: which is committed, so that this runs without PEFT."""
-    model, want = qwen3_moe(), load_file(MADE / DELTAS)
+    model, want = qwen3_moe().bfloat16(), load_file(MADE / DELTAS)
     fusion_moe.quantize_(model)
     assert load_lora_(model, MADE) == [
         f"model.layers.0.mlp.experts.{p}" for p in ("gate_up", "down")

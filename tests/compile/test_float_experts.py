@@ -1,33 +1,22 @@
 """Experts that nobody quantized: torch.compile warns of them once, explain says it first."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe.frontends.inductor import compile_graph
 from fusion_moe.messages import warn
 
-transformers = pytest.importorskip("transformers")
 
-
-def qwen3_moe(layers: int):
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
+def in_floats(layers: int) -> Any:
+    model = qwen3_moe(num_hidden_layers=layers).bfloat16()
     model.set_experts_implementation("batched_mm")
     return model
 
@@ -51,7 +40,7 @@ FIRST = "model.layers.0.mlp.experts.gate_up_proj"
 def test_a_model_that_is_not_quantized_is_warned_of_once(warned, monkeypatch):
     # Inductor's kernels have no part in it, and take long
     monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
-    compiled = torch.compile(qwen3_moe(1), backend="fusion_moe", dynamic=False)
+    compiled = torch.compile(in_floats(1), backend="fusion_moe", dynamic=False)
     with torch.no_grad():
         compiled(TOKENS, use_cache=False)
         compiled(TOKENS[:, :3], use_cache=False)
@@ -64,7 +53,7 @@ def test_a_model_that_is_not_quantized_is_warned_of_once(warned, monkeypatch):
 
 def test_explain_says_it_first():
     with torch.no_grad():
-        report = fusion_moe.explain(qwen3_moe(3), TOKENS, use_cache=False)
+        report = fusion_moe.explain(in_floats(3), TOKENS, use_cache=False)
     assert report.float_experts[0] == FIRST
     assert len(report.float_experts) == 6
     title, said, *_ = report.details().split("\n\n")
@@ -122,7 +111,7 @@ def test_nothing_is_said_of_what_an_optimizer_steps(warned, monkeypatch):
 
 
 def test_nothing_is_said_of_packed_experts():
-    model = qwen3_moe(1)
+    model = in_floats(1)
     fusion_moe.quantize_(model)
     with torch.no_grad():
         assert fusion_moe.explain(model, TOKENS, use_cache=False).float_experts == ()

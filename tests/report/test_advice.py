@@ -71,21 +71,12 @@ def test_a_graph_break_to_mend():
 
 
 def test_routers_to_fuse():
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
+    from tiny_qwen3 import qwen3_moe
+
     from fusion_moe.transformers import fuse_routers_
 
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = qwen3_moe(num_hidden_layers=2)
     fusion_moe.quantize_(model)
     ids = torch.zeros(1, 3, dtype=torch.long)
     with torch.no_grad():

@@ -158,18 +158,10 @@ def test_nothing_to_compile():
 @pytest.mark.slow
 @pytest.mark.once
 def test_a_model_generates_without_compiling(cold, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
+    pytest.importorskip("transformers")
+    from tiny_qwen3 import qwen3_moe
+
+    model = qwen3_moe().bfloat16()
     with pytest.raises(
         UnsupportedError,
         match="a Qwen3MoeForCausalLM that calls nothing of fusion_moe; expected experts of ours",

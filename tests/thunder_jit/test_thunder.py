@@ -518,23 +518,12 @@ def test_an_executor_that_keeps_what_it_could_fuse():
 @pytest.mark.slow
 def test_the_experts_of_transformers():
     """the block of the small Qwen3-MoE that the examples train"""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    pytest.importorskip("transformers")
+    from tiny_qwen3 import qwen3_moe
+
+    model = qwen3_moe(num_experts=8).bfloat16()
     fusion_moe.quantize_(model)
-    block, x = model.model.layers[0].mlp, torch.randn(1, 6, 64, dtype=torch.bfloat16)
+    block, x = model.model.layers[0].mlp, torch.randn(1, 6, 32, dtype=torch.bfloat16)
     run = jitted(block)
     with torch.no_grad():
         assert run(x).equal(block(x))

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytest.importorskip("transformers")
+
+from tiny_qwen3 import qwen3_moe
+
 import fusion_moe
 from fusion_moe.errors import OptionError
 
-transformers = pytest.importorskip("transformers")
 evaluation = pytest.importorskip("fusion_moe.transformers.evaluation")
 change, evaluate, windows_of = evaluation.change, evaluation.evaluate, evaluation.windows_of
 
@@ -32,12 +35,7 @@ class Bytes:
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 257, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2}
-    config = transformers.Qwen3MoeConfig(**sizes, **counts, **experts)
-    return transformers.Qwen3MoeForCausalLM(config).eval()
+    return qwen3_moe(vocab_size=257, num_hidden_layers=2, num_experts=8)
 
 
 def logits_of(model, text):

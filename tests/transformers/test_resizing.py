@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe.encodings import ENCODINGS, quantize
@@ -17,23 +17,11 @@ from fusion_moe.nn import QuantizedLinear
 from fusion_moe.transformers import from_pretrained
 
 pytestmark = pytest.mark.usefixtures("meaning")
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-}
 TOKENS = torch.arange(9)[None]
 
 
 def with_encoded_head(encoding: str) -> Any:
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES)).eval()
+    model = qwen3_moe(vocab_size=128, hidden_size=128, moe_intermediate_size=32)
     fusion_moe.quantize_(model)
     weight = quantize(model.lm_head.weight.detach(), ENCODINGS[encoding])
     model.lm_head = QuantizedLinear(weight)

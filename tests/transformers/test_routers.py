@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe.transformers import fuse_routers_
@@ -88,22 +89,7 @@ def test_others_stay_as_they_are():
 
 def test_a_model_compiled():
     """The choice is in a program with the experts: no topk is left outside."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    model = Qwen3MoeForCausalLM(config).eval()
+    model = qwen3_moe(num_experts=8)
     fusion_moe.quantize_(model)
     ids = torch.arange(12)[None]
     with torch.no_grad():

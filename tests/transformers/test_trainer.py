@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_qwen3 import qwen3_moe
+from transformers import AutoModel, AutoModelForCausalLM
 
 import fusion_moe
 from fusion_moe.errors import CheckpointError
@@ -25,17 +26,6 @@ from fusion_moe.transformers.trainer import load_checkpoint_
 
 # which needs accelerate, as Trainer does
 pytestmark = [pytest.mark.usefixtures("meaning"), pytest.mark.judges("peft")]
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-}
 DATA = [
     {"input_ids": torch.arange(i, i + 8) % 32, "labels": torch.arange(i, i + 8) % 32}
     for i in range(8)
@@ -44,8 +34,7 @@ DATA = [
 
 def base(seed: int = 0) -> Any:
     """A random model, its experts in NVFP4."""
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+    model = qwen3_moe(seed)
     fusion_moe.quantize_(model)
     return model
 

@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from by_peft import qwen3_moe
 from test_peft_door import config, decoded, quantized
+from tiny_qwen3 import qwen3_moe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 pytestmark = [
@@ -99,7 +99,7 @@ def test_trl(method, tmp_path):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    original = qwen3_moe(vocab_size=2048).float()
+    original = qwen3_moe(vocab_size=2048)
     found = []
     for model in quantized(original), decoded(quantized(original), original):
         args = arguments(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from by_peft import qwen3_moe
 from safetensors.torch import load_file
 from tiny import tiny
+from tiny_qwen3 import qwen3_moe
 from torch import Tensor
 
 import fusion_moe
@@ -44,14 +44,14 @@ def config(**how: Any) -> Any:
 
 
 def quantized(model: Any = None) -> Any:
-    model = qwen3_moe().float() if model is None else copy.deepcopy(model)
+    model = qwen3_moe() if model is None else copy.deepcopy(model)
     fusion_moe.quantize_(model)
     return model
 
 
 def decoded(ours: Any, original: Any = None) -> Any:
     """The original with the numbers that our weights stand for."""
-    model = qwen3_moe().float() if original is None else copy.deepcopy(original)
+    model = qwen3_moe() if original is None else copy.deepcopy(original)
     for name, module in ours.named_modules():
         if isinstance(module, AdaptableModule):
             experts = model.get_submodule(name)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from bad_calls import messages
 from experts import float_weights
+from tiny_qwen3 import qwen3_moe
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
@@ -242,11 +243,7 @@ def test_a_model_of_transformers_from_training_to_a_directory(encoding, scales, 
     """
     from fusion_moe.transformers import from_pretrained
 
-    torch.manual_seed(0)
-    rest = {"vocab_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(**SIZES, **COUNTS, **rest, **heads)
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = qwen3_moe(**SIZES, num_hidden_layers=2)
     qat_(model, encoding, scales=scales)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(16)[None]
