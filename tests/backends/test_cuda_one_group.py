@@ -92,3 +92,9 @@ def test_what_is_not_of_the_model():
         assert not one_group.admits(replace(of, **other))
     (only,) = choose_kernels(64, of, H200)
     assert only.variant == fastest(64, of, H200)
+
+
+def test_no_rows_take_the_kernel_of_one():
+    """A rank with one expert, in a call without tokens."""
+    of = matrix(512, 2048)
+    assert fastest(0, of, H200) == fastest(1, of, H200)

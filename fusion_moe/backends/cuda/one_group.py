@@ -87,7 +87,7 @@ def fastest(rows: int, of: Matrices, arch: Arch) -> SmallM | LargeM | None:
         return None
     return min(
         (v for v in VARIANTS if v.fits(of, arch)),
-        key=lambda v: microseconds(v, rows, of, arch, constants()),
+        key=lambda v: microseconds(v, max(rows, 1), of, arch, constants()),
         default=None,
     )
 
