@@ -12,7 +12,7 @@ from ..encodings import Encoding
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.rules import known
-from ..target import Target
+from ..target import ROWS, Target
 from .rewrite import rewrite
 
 _PIECE = 16  # bytes of a row that kernels copy at once
@@ -20,9 +20,11 @@ _PIECE = 16  # bytes of a row that kernels copy at once
 
 def send_codes(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `quantize` before each `dispatch` whose rows are only picked to be
-    quantized.
+    quantized, to an encoding that the target's products read.
     """
-    sent = {op: found for op in fusion.ops if (found := _only_read_in(fusion, op))}
+    found = {op: _only_read_in(fusion, op) for op in fusion.ops}
+    read = {ROWS.get(form) for form in target.activation_formats}
+    sent = {op: encoding for op, encoding in found.items() if encoding and encoding.name in read}
     return rewrite(fusion, partial(_rule, sent, {})) if sent else fusion
 
 

@@ -78,6 +78,11 @@ def test_rows_that_travel_as_they_are(h, more):
     assert send_codes(fusion, TARGETS["cuda"]) is fusion
 
 
+def test_where_no_product_reads_codes():
+    fusion = layer()[1]
+    assert send_codes(fusion, TARGETS["cpu"]) is fusion
+
+
 def test_where_codes_have_no_kernel():
     found = lower(layer()[1], TARGETS["cuda"], Options()).segments
     (dispatch,) = (s.fusion for s in found if any(o.kind.name == "dispatch" for o in s.fusion.ops))
