@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from decoded import configured, logits, relative, same_parameters
+from make_checkpoints import model_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -27,53 +28,14 @@ from fusion_moe.transformers import NVFP4Config, from_pretrained
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
 
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-FAMILIES = {
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "decoder_sparse_step": 1,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": ["full_attention"],
-        "sliding_window": 16,
-    },
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 64,
-        "interleave_moe_layer_step": 1,
-        "intermediate_size": 32,
-    },
-}
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text")
 LINEAR = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
 
 
-def random_model(family: str = "qwen3_moe", dtype: torch.dtype | None = None, **sizes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **sizes})
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=FAMILIES)
 def saved(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, torch.bfloat16).save_pretrained(directory)
+    model_of(request.param).save_pretrained(directory)
     return directory
 
 
@@ -104,7 +66,7 @@ def test_the_configuration_of_quantize_will_do(saved):
 
 
 def test_names_in_files_are_the_familys(tmp_path):
-    model = random_model("mixtral")
+    model = model_of("mixtral", torch.float32)
     fusion_moe.quantize_(model)
     model.save_pretrained(tmp_path)
     names = [name for name in load_file(tmp_path / "model.safetensors") if "experts.3." in name]
@@ -174,7 +136,7 @@ def test_a_format_that_is_none(tmp_path):
 
 
 def test_what_nothing_would_load_is_not_written(tmp_path):
-    model = random_model()
+    model = model_of("qwen3_moe", torch.float32)
     fusion_moe.quantize_(model)
     up, down = (quantize(torch.randn(shape), FP8_CHANNEL) for shape in ((4, 64, 64), (4, 64, 32)))
     model.model.layers[0].mlp.experts = Experts(up, down)
@@ -186,7 +148,7 @@ def test_what_nothing_would_load_is_not_written(tmp_path):
 
 
 def test_llama_4_is_replaced_as_a_whole(tmp_path):
-    random_model("llama4_text").save_pretrained(tmp_path)
+    model_of("llama4_text", torch.float32).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NVFP4Config())
     assert isinstance(model.model.layers[0].feed_forward, Llama4MoE)
 
@@ -219,7 +181,7 @@ def eight_bit(directory, left="-"):
 )
 def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
     """And experts that some layers have in bfloat16."""
-    model = random_model(family, torch.bfloat16, num_hidden_layers=2)
+    model = model_of(family, num_hidden_layers=2)
     for directory in ("plain", "eight"):
         model.save_pretrained(tmp_path / directory)
     meant = eight_bit(tmp_path / "eight", left)
@@ -240,7 +202,7 @@ def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
 
 def test_eight_bit_floats_with_rows_in_fp8_if_asked(tmp_path):
     """By our configuration or transformers'; never by what the directory says."""
-    random_model().save_pretrained(tmp_path)
+    model_of("qwen3_moe", torch.float32).save_pretrained(tmp_path)
     eight_bit(tmp_path)
 
     def experts(**how):
@@ -271,7 +233,7 @@ def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])
 def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
-    random_model().save_pretrained(tmp_path)
+    model_of("qwen3_moe", torch.float32).save_pretrained(tmp_path)
     eight_bit(tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     found["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"].mul_(factor)
@@ -323,7 +285,7 @@ def test_the_rule_for_scales_is_saved_and_loaded(saved, rule, tmp_path):
 
 
 def test_eight_bit_floats_by_a_rule(tmp_path):
-    random_model().save_pretrained(eight := tmp_path / "eight")
+    model_of("qwen3_moe", torch.float32).save_pretrained(eight := tmp_path / "eight")
     eight_bit(eight)
     made = from_pretrained(eight, quantization_config=NVFP4Config(scales="max"))
     one = from_pretrained(eight, quantization_config=NVFP4Config())
@@ -342,7 +304,7 @@ def whole_blocks(request, tmp_path_factory):
     """Sizes that are whole blocks of all formats; FP8 has more than one in a matrix."""
     sizes = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128}
     directory = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, torch.bfloat16, **sizes).save_pretrained(directory)
+    model_of(request.param, **sizes).save_pretrained(directory)
     return directory
 
 
@@ -375,7 +337,7 @@ def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two_layers")
-    random_model(num_hidden_layers=2).save_pretrained(directory)
+    model_of("qwen3_moe", torch.float32, num_hidden_layers=2).save_pretrained(directory)
     return directory
 
 
