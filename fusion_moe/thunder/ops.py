@@ -97,7 +97,7 @@ class Symbols:
         """thunder's grad rule of an operation: calls it, or one that returns its results and more,
         and puts its tensors' gradients.
         """
-        derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
+        derivative, tensors = RecordedBackward.of(op, args, kwargs), tensors_in((args, kwargs))
         replay = Replay(self, derivative, tensors)
         if derivative.outputs and derivative.saves:
             outputs = replay.results()
@@ -155,7 +155,7 @@ def recorded(
 
 
 @dataclass
-class Derivative:
+class RecordedBackward:
     """The recorded backward of a call. Tensors of the call are numbered in order.
 
     results: the nodes of its results; outputs: which of them have a gradient; grads: for each
@@ -177,7 +177,7 @@ class Derivative:
         return tuple(self.seeds)
 
     @classmethod
-    def of(cls, op: OpOverload, args: Any, kwargs: Any) -> Derivative:
+    def of(cls, op: OpOverload, args: Any, kwargs: Any) -> RecordedBackward:
         """The derivative of a call with respect to all its float tensors, or, if not all have one,
         to each of those that do.
         """
@@ -206,7 +206,7 @@ class Derivative:
         kwargs: Any,
         wanted: Sequence[int],
         missing: Mapping[int, str],
-    ) -> Derivative:
+    ) -> RecordedBackward:
         # if nothing has a derivative: the results whose gradient may be wanted
         tracked = wanted or list(missing)
         with recorded(op, args, kwargs, tracked) as call:
@@ -236,7 +236,7 @@ class Replay:
     each once.
     """
 
-    def __init__(self, symbols: Symbols, derivative: Derivative, tensors: Sequence[Any]):
+    def __init__(self, symbols: Symbols, derivative: RecordedBackward, tensors: Sequence[Any]):
         self._symbols, self._derivative = symbols, derivative
         self._made: dict[Node, Any] = dict(zip(derivative.inputs, tensors, strict=True))
 

@@ -14,14 +14,14 @@ from .channels import AddExtraInput, MakeExtraOutput
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Fusion(NamedTuple):
+class Replacement(NamedTuple):
     """The classes of adjacent modules, and the function that is called in their place."""
 
     kinds: tuple[type[nn.Module], ...]
     function: Callable[..., Any]
 
 
-_registered: list[Fusion] = []
+_registered: list[Replacement] = []
 
 
 def register_fusion(*kinds: type[nn.Module]) -> Callable[[F], F]:
@@ -51,7 +51,7 @@ def register_fusion(*kinds: type[nn.Module]) -> Callable[[F], F]:
         )
 
     def register(function: F) -> F:
-        _registered.append(Fusion(kinds, function))
+        _registered.append(Replacement(kinds, function))
         return function
 
     return register
@@ -62,7 +62,7 @@ def unregister_fusion(function: Callable[..., Any]) -> None:
     _registered[:] = [fusion for fusion in _registered if fusion.function is not function]
 
 
-def fitting(modules: Sequence[nn.Module], at: int) -> Iterator[Fusion]:
+def fitting(modules: Sequence[nn.Module], at: int) -> Iterator[Replacement]:
     """The registered fusions whose modules are those from `at` on."""
     for fusion in _registered:
         end = at + len(fusion.kinds)
