@@ -96,20 +96,22 @@ def test_what_is_no_permutation_is_not_inverted(slots):
     )
 
 
-@pytest.mark.parametrize("index", [4, -1, 2**31 - 1, -(2**31)])
-def test_an_index_that_is_no_row(index):
+def two_rows() -> FusionDefinition:
+    """Two rows of x f32[s0, 8], by their numbers i32[2]."""
     fd = FusionDefinition()
     x, at = fd.define_tensor(shape=[-1, 8], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
     fd.add_output(fd.ops.neg(fd.ops.index_select(x, at, 0)))
+    return fd
+
+
+@pytest.mark.parametrize("index", [4, -1, 2**31 - 1, -(2**31)])
+def test_an_index_that_is_no_row(index):
     with pytest.raises((Error, IndexError)):
-        fusion_moe.run(fd.fusion(), [torch.zeros(4, 8), torch.tensor([0, index]).int()])
+        fusion_moe.run(two_rows().fusion(), [torch.zeros(4, 8), torch.tensor([0, index]).int()])
 
 
 def test_rows_of_nothing():
-    fd = FusionDefinition()
-    x, at = fd.define_tensor(shape=[-1, 8], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
-    fd.add_output(fd.ops.neg(fd.ops.index_select(x, at, 0)))
-    refused(fd, torch.zeros(0, 8), torch.zeros(2).int(), match="which has none")
+    refused(two_rows(), torch.zeros(0, 8), torch.zeros(2).int(), match="which has none")
 
 
 def test_more_elements_than_can_be_counted():

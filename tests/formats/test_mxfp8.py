@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, dequantize, quantize
+from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, Quantized, dequantize, quantize
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 ALONG = {-1: MXFP8, -2: MXFP8_COLUMNS}
@@ -30,6 +30,15 @@ def test_what_is_derived():
     assert (MXFP8.weight_bits, MXFP8.block) == (8.25, 32)
 
 
+def assert_encoded(x: torch.Tensor, axis: int = -1) -> Quantized:
+    """x along an axis, which has ml_dtypes' bytes."""
+    codes, exponents = mxfp8.encoded(x, axis)
+    q = quantize(x, encoding=ALONG[axis])
+    np.testing.assert_array_equal(bytes_of(q.codes).numpy(), codes.view(np.uint8))
+    np.testing.assert_array_equal(bytes_of(q.block_scale).numpy(), exponents + 127)
+    return q
+
+
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_by_ml_dtypes(axis, dtype):
@@ -38,19 +47,12 @@ def test_by_ml_dtypes(axis, dtype):
         dtype
     )
     x[:32, :32] = 0
-    codes, exponents = mxfp8.encoded(x, axis)
-    q = quantize(x, encoding=ALONG[axis])
-    np.testing.assert_array_equal(bytes_of(q.codes).numpy(), codes.view(np.uint8))
-    np.testing.assert_array_equal(bytes_of(q.block_scale).numpy(), exponents + 127)
+    q = assert_encoded(x, axis)
     assert torch.equal(dequantize(q).double(), mxfp8.rounded(x, axis))
 
 
 def test_every_amax_by_ml_dtypes():
-    x = mxfp8.every_amax()
-    codes, exponents = mxfp8.encoded(x)
-    q = quantize(x, encoding=MXFP8)
-    np.testing.assert_array_equal(bytes_of(q.codes).numpy(), codes.view(np.uint8))
-    np.testing.assert_array_equal(bytes_of(q.block_scale).numpy(), exponents + 127)
+    q = assert_encoded(mxfp8.every_amax())
     # exact, infinity where amax is next to the largest
     assert torch.equal(dequantize(q), dequantize(q, torch.bfloat16).float())
 

@@ -24,6 +24,7 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 def layer(rank: int) -> Any:
     """vLLM's layer with weights, at first in vLLM's own arrangement: 0 1 2 | 3 0 1."""
+    from method_layers import load_nvfp4
     from test_vllm_config import NVFP4_CONFIG, parallel
     from test_vllm_config import layer as configuration
     from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -46,10 +47,7 @@ def layer(rank: int) -> Any:
     shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
     for e in range(LOGICAL):
         for name, shape in shapes.items():
-            weight = quantize(torch.randn(shape, generator=g), NVFP4)
-            parts = zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)
-            found = {**dict(parts), "input_scale": torch.ones(())}
-            list(owner.load_weights((f"{e}.{name}.{part}", t) for part, t in found.items()))
+            load_nvfp4(owner, e, name, quantize(torch.randn(shape, generator=g), NVFP4))
     owner.quant_method.process_weights_after_loading(owner)
     return owner
 

@@ -1,8 +1,11 @@
-"""What a layer of experts computes, in float64, from the numbers that its weights mean."""
+"""What a layer of experts computes, in float64, from the numbers that its weights mean; and weights
+for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +50,14 @@ def expected(
             y = down[e] @ (function or swiglu)(both)
             out[t] += weight * (y if w2_bias is None else y + w2_bias[e])
     return out
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def load_nvfp4(owner: Any, expert: int, name: str, weight: Quantized) -> None:
+    """Has vLLM load a matrix of an expert as ModelOpt stores it."""
+    parts = zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)
+    found = {**dict(parts), "input_scale": torch.ones(())}
+    list(owner.load_weights((f"{expert}.{name}.{part}", t) for part, t in found.items()))

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from bad_calls import messages
-from method_layers import expected
+from method_layers import assert_near, expected
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.lora import LoRAConfig
 from vllm.lora import utils as lora_utils
@@ -437,6 +437,13 @@ def weights(experts: int = 4) -> tuple[Any, Any]:
     )
 
 
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Five tokens, ids of their experts, and the router's weights."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    return torch.randn(5, 64, generator=g), ids, torch.rand(5, 2, generator=g)
+
+
 def loaded(method: Any, w13: Any, w2: Any) -> torch.nn.Module:
     """A layer as vLLM leaves it to `process_weights_after_loading`."""
     owner = torch.nn.Module()
@@ -461,24 +468,14 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
     assert [
         name for name, _ in owner.named_parameters() if not name.startswith("fusion_moe.")
     ] == []
-    generator = torch.Generator().manual_seed(1)
-    x, ids = (
-        torch.randn(5, 64, generator=generator),
-        torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]),
-    )
-    w = torch.rand(5, 2, generator=generator)
+    x, ids, w = routed()
     want = expected(x, ids, w, w13, w2, limit=limit)
-    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
+    assert_near(method.apply(owner, x, w, ids.int()), want)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_experts_of_ranks_add_up(ranks: int) -> None:
-    (w13, w2), generator = weights(), torch.Generator().manual_seed(1)
-    x, ids = (
-        torch.randn(5, 64, generator=generator),
-        torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]),
-    )
-    w = torch.rand(5, 2, generator=generator)
+    (w13, w2), (x, ids, w) = weights(), routed()
     total = torch.zeros(5, 64)
     for rank in range(ranks):
         count, placed, _ = determine_expert_map(ranks, rank, 4)
@@ -494,8 +491,7 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
         method.process_weights_after_loading(owner)
         assert len(owner.fusion_moe.down_proj) == count
         total += method.apply(owner, x, w, ids.int())
-    want = expected(x, ids, w, w13, w2)
-    assert (total - want).norm() <= 1e-6 * want.norm()
+    assert_near(total, expected(x, ids, w, w13, w2))
 
 
 def test_placements_of_experts() -> None:
@@ -596,10 +592,9 @@ def test_biases_in_every_encoding(make: Callable[[Any], Any], rank: int, no_grou
     owner, weights = filled(method, **biases)
     method.process_weights_after_loading(owner)
     assert all(name.startswith("fusion_moe.") for name, _ in owner.named_parameters())
-    x, w = torch.randn(5, 64), torch.rand(5, 2)
-    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    x, ids, w = routed()
     want = expected(x, ids, w, **weights, **biases | ({"w2_bias": None} if rank else {}))
-    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
+    assert_near(method.apply(owner, x, w, ids.int()), want)
 
 
 @pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
@@ -612,10 +607,9 @@ def test_experts_without_a_gate(
     method = make(layer(has_bias=True, in_dtype=torch.float32, activation=activation))
     owner, weights = filled(method, w13_bias=bias)
     method.process_weights_after_loading(owner)
-    x, w = torch.randn(5, 64), torch.rand(5, 2)
-    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    x, ids, w = routed()
     want = expected(x, ids, w, **weights, w13_bias=bias, function=lambda up: up.relu().square())
-    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
+    assert_near(method.apply(owner, x, w, ids.int()), want)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from files import MADE
-from method_layers import expected
+from method_layers import assert_near, expected
 from safetensors.torch import load_file
 from test_vllm_config import layer, no_group, parallel, pretended_gpu
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -112,6 +112,23 @@ def apart(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
+def sum_of(
+    ranks: str,
+    tensors: dict[str, torch.Tensor],
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    directory: str,
+    **layer: Any,
+) -> torch.Tensor:
+    """What the experts of some ranks, which load these tensors, make of x, w and ids."""
+    (x, w, ids), total = given, torch.zeros(3, 64)
+    for rank in RANKS[ranks]:
+        owner, quantization = experts_of(directory, rank, **layer)
+        left = load(owner, quantization, tensors)
+        assert len(left) == sum(".experts." not in name for name in tensors)
+        total += owner.quant_method.apply(owner, x, w, ids.int())
+    return total
+
+
 @pytest.mark.parametrize(
     ("directory", "meaning"), [("modelopt-gpt_oss", fused), ("ct-gpt_oss", apart)]
 )
@@ -124,14 +141,8 @@ def test_gpt_oss(directory: str, meaning: Any, ranks: str) -> None:
             t.copy_(torch.randn(t.shape, generator=g))
     x, w = torch.randn(3, 64, generator=g), torch.rand(3, 2, generator=g)
     ids = torch.tensor([[0, 3], [2, 1], [3, 2]])
-    total = torch.zeros(3, 64)
-    for rank in RANKS[ranks]:
-        owner, quantization = experts_of(directory, rank)
-        left = load(owner, quantization, tensors)
-        assert len(left) == sum(".experts." not in name for name in tensors)
-        total += owner.quant_method.apply(owner, x, w, ids.int())
     want = expected(x, ids, w, **meaning(tensors), limit=7.0, alpha=1.702, up_offset=1.0)
-    assert (total - want).norm() <= 1e-6 * want.norm()
+    assert_near(sum_of(ranks, tensors, (x, w, ids), directory), want)
 
 
 def as_compressed_tensors(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,23 +163,19 @@ def test_llama4(ranks: str) -> None:
     g = torch.Generator().manual_seed(1)
     x, w = torch.randn(3, 64, generator=g), torch.rand(3, 1, generator=g)
     ids = torch.tensor([[3], [1], [2]])
-    total = torch.zeros(3, 64)
-    for rank in RANKS[ranks]:
-        owner, quantization = experts_of(
-            "modelopt-llama4_text",
-            rank,
-            RoutedExperts,
-            on_input=True,
-            activation=MoEActivation.SILU,
-            has_bias=False,
-            intermediate_size=32,
-            experts_per_token=1,
-        )
-        left = load(owner, quantization, tensors)
-        assert len(left) == sum(".experts." not in name for name in tensors)
-        total += owner.quant_method.apply(owner, x, w, ids.int())
-    want = expected(x * w, ids, torch.ones_like(w), **fused(tensors))
-    assert (total - want).norm() <= 1e-6 * want.norm()
+    total = sum_of(
+        ranks,
+        tensors,
+        (x, w, ids),
+        "modelopt-llama4_text",
+        cls=RoutedExperts,
+        on_input=True,
+        activation=MoEActivation.SILU,
+        has_bias=False,
+        intermediate_size=32,
+        experts_per_token=1,
+    )
+    assert_near(total, expected(x * w, ids, torch.ones_like(w), **fused(tensors)))
 
 
 @pytest.mark.parametrize("directory", ["modelopt-nemotron_h", "ct-gpt_oss"])
@@ -207,7 +214,7 @@ def test_nemotron_h(directory: str, ranks: str) -> None:
     want = expected(
         x, ids, w, weight("up_proj"), weight("down_proj"), function=lambda up: up.relu().square()
     )
-    assert (total - want).norm() <= 1e-6 * want.norm()
+    assert_near(total, want)
 
 
 def test_other_tensors_of_modelopt_are_refused() -> None:

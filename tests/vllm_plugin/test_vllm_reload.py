@@ -22,6 +22,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from files import MADE
+from method_layers import load_nvfp4
 from safetensors.torch import load_file, save_file
 from served import ENVIRONMENT
 from test_vllm_config import NVFP4_CONFIG, layer, no_group, pretended_gpu
@@ -69,9 +70,7 @@ def qwen(ranks: Any, scales: str = "max") -> Made:
                 weight = quantize(floats, NVFP4, scales=scales)
                 if seed < 0 and name == "down_proj":
                     weight.block_scale[0, 0] = float("nan")
-                parts = zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)
-                found = {**dict(parts), "input_scale": torch.ones(())}
-                list(owner.load_weights((f"{e}.{name}.{part}", t) for part, t in found.items()))
+                load_nvfp4(owner, e, name, weight)
 
     return owner, load
 

@@ -284,5 +284,4 @@ def _checked(
             place.check(given)
             yield place, waiting.pop(place)
     for place, given in waiting.items():
-        place.check(given)
-        yield place, given
+        place.check(given)  # raises: parts are missing
