@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
-from itertools import chain
 from typing import Any
 
 import torch
@@ -143,8 +142,6 @@ class Cuda:
             steps = self.steps(x, placed, w)
             y, _, _, slot_of = steps.rows(self._given(x, placed, w))
             return steps.sum(y, slot_of, w)
-        copied = self._copied(turns)
-        begun = next(copied)  # what the next turn copies comes while rows are sorted
         count, k = ids.numel(), ids.shape[1]
         order = table[0].short()[experts].sort(stable=True).indices
         more = max(turn.size for turn in turns)  # rows of no turn, up to its size
@@ -153,7 +150,7 @@ class Cuda:
         to, tokens, weights = order.int(), order // k, w.flatten()[order, None]
         all_named = sum(t.rows for t in turns) == count
         y = (x.new_empty if all_named else x.new_zeros)(count, x.shape[1])
-        for number, turn in chain((begun,), copied):
+        for number, turn in self._copied(turns):
             part = slice(turn.first, turn.first + turn.size)
             placed = torch.where(turn_of[part] == number, slots[part], -1)[:, None]
             given = x[tokens[part]], placed, weights[part]
