@@ -15,9 +15,9 @@ most often are there. Steps are CUDA graphs, alternated in one process, each way
 the same ids: with misses divided ("split"), all computed by the CPU ("cpu"), all copied ("copy"),
 of a layer that is there whole ("whole"), of the operation without any of this ("plain"), and,
 without a graph, plain offloading rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py),
-steps with its experts on the CPU and ours on the GPU ("kt", of offload_kt.py) follow in blocks,
-since its threads spin. Before each step the GPU's second-level cache is overwritten, as weights
-that were read since the last layer overwrite it in a model.
+steps with its experts on the CPU and ours on the GPU ("kt", of offload_kt.py) follow after all
+others, since its threads spin. Before each step the GPU's second-level cache is overwritten, as in
+a model by weights that were read since the last layer.
 
 Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's
 time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.
@@ -189,13 +189,14 @@ class Layers:
                 kt.append({n: self.on.replayed(step, x, now, w) for n, step in by.items()})
         right = [n for n in kt[0] if all(n in by for by in kt)] if kt else []
         kt = [{n: by[n] for n in right} for by in kt if right]
-        times: dict[str, list[float]] = {n: [] for n in (*WAYS, *right)}
-        end = time.monotonic() + most.cell
-        for first in range(0, len(ids), FEWEST):
-            if first and time.monotonic() > end:
-                break
-            block = on_device[first : first + FEWEST]
-            for of_layers in (runs, kt) if kt else (runs,):
+        times = {n: list[float]() for n in (*WAYS, *right)}
+        for of_layers in (runs, kt) if kt else (runs,):
+            time.sleep(PAUSE if kt else 0)
+            end = time.monotonic() + most.cell
+            for first in range(0, len(ids), FEWEST):
+                if first and time.monotonic() > end:
+                    break
+                block = on_device[first : first + FEWEST]
                 for n, (number, name) in product(range(len(block)), enumerate(of_layers[0])):
                     # ways have the same ids, but not one after the other: the CPU's caches have
                     # what it has just read
@@ -203,7 +204,6 @@ class Layers:
                     now.copy_(block[(n + apart) % len(block)])
                     run = of_layers[(n + number) % len(of_layers)][name]
                     times[name].append(self.on.microseconds(run))
-                time.sleep(PAUSE if kt else 0)
         synchronize()
         return times
 
