@@ -16,8 +16,7 @@ the same ids: with misses divided ("split"), all computed by the CPU ("cpu"), al
 of a layer that is there whole ("whole"), of the operation without any of this ("plain"), and,
 without a graph, plain offloading rebuilt ("peer"). Where kt-kernel is installed (cpu_peers.py),
 steps with its experts on the CPU and ours on the GPU ("kt", of offload_kt.py) follow after all
-others, since its threads spin. Before each step the GPU's second-level cache is overwritten, as in
-a model by weights that were read since the last layer.
+others, since its threads spin.
 
 Times are means of the middle half, in microseconds. The bound is the larger of the whole layer's
 time and of the split's by its model (fusion_moe/offload/split.py), with the machine's constants.

@@ -29,7 +29,6 @@ SMALL = Path(__file__).parents[1] / "examples" / "tiny_qwen3_moe"
 CAPACITY, SPARE = 512, 16
 NEVER = 10**10  # nanoseconds: a way that is never chosen
 _IDLE = 30_000  # microseconds that the worker stays awake
-_CACHE = 2**27  # bytes, more than a GPU's second-level cache has
 _RECORDED = 512  # tokens of a recorded sequence
 
 
@@ -163,7 +162,6 @@ class Gpu:
 
     def __init__(self) -> None:
         self._shared: dict[int, Any] = {}  # by features
-        self._cold = torch.empty(_CACHE, dtype=torch.uint8, device=self.device)
         # as if layers followed each other at once: between ours there are other ways
         Worker.of_process(idle=_IDLE)
 
@@ -190,7 +188,6 @@ class Gpu:
 
     def microseconds(self, run: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._cold.zero_()
         begin.record()
         run()
         end.record()
