@@ -91,15 +91,16 @@ def layer(experts: int, hidden: int, inner: int) -> list[list[torch.Tensor]]:
     return [[t.cuda() for t in weight] for weight in made]
 
 
-@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize(("tokens", "first"), [(3, None), (700, None), (700, 2)])
 @pytest.mark.parametrize("activation", [None, swiglu(interleave=32)], ids=["halves", "blocks"])
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 192), (720, 384)])
-def test_experts(hidden, inner, activation, tokens):
+def test_experts(hidden, inner, activation, tokens, first):
+    """All of them, or those from `first` on with rows of others."""
     weights, g = layer(8, hidden, inner), torch.Generator().manual_seed(1)
     x = torch.randn(tokens, hidden, generator=g).bfloat16().cuda()
-    ids = torch.randint(0, 8, (tokens, 2), generator=g).cuda()
+    ids = torch.randint(0, 8 if first is None else 14, (tokens, 2), generator=g).cuda()
     w = torch.rand(tokens, 2, generator=g).cuda()
-    how = {"weight_format": "fp8", "activation": activation, **HOW}
+    how = {"weight_format": "fp8", "activation": activation, "first_expert": first, **HOW}
     with options.override(contract_rounding=False):
         found, wanted = both(lambda: OPS.fused_experts(x, ids, w, *weights, **how))
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
@@ -107,6 +108,7 @@ def test_experts(hidden, inner, activation, tokens):
     if tokens > 3:
         bad = x.clone()
         bad[1, 5], bad[2, 7] = torch.nan, torch.inf
+        ids[1:3] = first or 0
         with options.override(target="cuda"):
             y = OPS.fused_experts(bad, ids, w, *weights, **how)
         assert y[1:3].isnan().all(1).all()

@@ -117,7 +117,7 @@ class Fp8Product(Product):
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             *([self.once(self._sort)] if chosen.sorts else []),
-            self._product_of_codes(sizes, arch),
+            self._product_of_codes(sizes, arch, chosen.without_rest),
             *([self.once(self._quantize)] if chosen.quantizes_after else []),
             *self.once(self.sums_of_tokens),
         ]
@@ -127,8 +127,11 @@ class Fp8Product(Product):
         (k, blocks), operand = self._columns, self._operand
         at_once = next(n for n in (4, 2, 1) if k % (n * _ALIGNED) == 0)
         each = k // (at_once * _ALIGNED)  # threads of a row
+        groups = self.plan.groups
+        rest = [] if self.plan.of_one_group else [f"if (m >= ends[{groups - 1}]) return;"]
         body = [
             f"const i64 m = i / {each}, c = i % {each};",
+            *rest,  # no product reads rows of no group
             *operand.lines,
             f"const i64 row = {operand.row};",
             f"copy_pieces<{at_once}, {each}>({operand.matrix} + row * {k}, "
@@ -164,7 +167,7 @@ class Fp8Product(Product):
             return chosen.sorts
         return by_codes == (array == TILE_COUNTER) and super().uses(array, chosen)
 
-    def _product_of_codes(self, sizes: Sizes, arch: Arch) -> KernelSource:
+    def _product_of_codes(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
         rows = value(self.rows, sizes)
         if not by_wgmma(arch):
@@ -196,7 +199,11 @@ class Fp8Product(Product):
             self,
             "Fp8Gemm<Segment>",
             "fp8_gemm",
-            self._codes,
+            [
+                *self._codes,
+                "static constexpr SizeClass SIZE_CLASS = {0, "
+                f"UNBOUNDED{' - 1' if without_rest else ''}}};",
+            ],
             tiles * -(-plan.width // (2 * _HALF // read)),
             arch,
             {"a": rows_of_a, "b": weight},

@@ -109,7 +109,7 @@ struct Fp8Gemm {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error,
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, Segment::SIZE_CLASS, error,
                                reinterpret_cast<i32*>(shared.ring.stage));
         if (threadIdx.x < 128 * GEMM_CONSUMERS) {
             setmaxnreg_inc<216>();
