@@ -63,7 +63,7 @@ class Collective(Source):
         """The type of a call, and the call."""
         ids, peers = self.op.values[1], self.op.values[3 if self.sends else 4]
         numbers = self._ranks, known(ids.type.shape[1]), sum(self._parts)
-        of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks)))
+        of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks, _senders(blocks))))
         assert self.groups.stride is not None
         return (
             f"Call<{of}>",
@@ -139,3 +139,8 @@ def _blocks(arch: Arch) -> int:
     rank that is waited for may wait for.
     """
     return 3 * arch.multiprocessors // 4
+
+
+def _senders(blocks: int) -> int:
+    """How many of a kernel's blocks send, while the others wait."""
+    return 2 * blocks // 3

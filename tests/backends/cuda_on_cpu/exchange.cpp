@@ -24,7 +24,7 @@ void rest(Random& random) {
 
 template <i32 RANKS>
 struct Rank {
-    using E = Call<RANKS, SLOTS, ROW_BYTES, EXPERTS, BLOCKS>;
+    using E = Call<RANKS, SLOTS, ROW_BYTES, EXPERTS, BLOCKS, 2 * BLOCKS / 3>;
     static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;
 
     std::vector<u64> region = std::vector<u64>(

@@ -63,11 +63,11 @@ __device__ __forceinline__ void forget(uint4* p) {
 }
 
 // One call, as a rank sees it. EXPERTS: of all ranks.
-template <int RANKS_, i32 SLOTS_, i64 ROW_BYTES, i32 EXPERTS, i32 BLOCKS>
+template <int RANKS_, i32 SLOTS_, i64 ROW_BYTES, i32 EXPERTS, i32 BLOCKS, i32 SENDERS_>
 struct Call {
     static constexpr i32 RANKS = RANKS_, SLOTS = SLOTS_;
-    static constexpr i32 PIECES = i32(ROW_BYTES / 16);                         // of a row
-    static constexpr i32 SENDERS = 2 * BLOCKS / 3, TAKERS = BLOCKS - SENDERS;  // blocks
+    static constexpr i32 PIECES = i32(ROW_BYTES / 16);                   // of a row
+    static constexpr i32 SENDERS = SENDERS_, TAKERS = BLOCKS - SENDERS;  // blocks
     static constexpr i32 MOST_OF_UNIT = 256;
     static constexpr i64 MOST_SLOTS = 32, ALIGN = 256, MOST_TOKENS = 65536;
     static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;  // experts of a rank
