@@ -121,6 +121,21 @@ def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
     assert [names.count("Loops") for names in found] == copies
 
 
+@needs_nvdisasm
+def test_copies_of_sorted_rows_stay_in_registers():
+    """Those of a GroupedLinear, of which a multiprocessor has three blocks."""
+    x, ends = meta(64, 2048), torch.empty(8, dtype=torch.int32, device="meta")
+    how = {"weight_format": "bf16", "activation_format": "fp8_block"}
+    call = fusion_of_call("grouped_mm", x, [meta(8, 1536, 2048)], ends, **how)
+    made, copies = differentiate(call, [0, 1], by_columns=True), 0
+    for fusion in (made.forward, made.backward):
+        for kernel in kernels(fusion):
+            if "make_block_copies" in kernel.text:
+                assert not spills(sass(build(kernel, H200)))
+                copies += 1
+    assert copies == 3  # of x, the weight and dy
+
+
 @pytest.mark.parametrize("how", ["exact", "saved", "float"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounded_weights_that_train_have_kernels(how, dtype):

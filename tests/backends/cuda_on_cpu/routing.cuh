@@ -44,8 +44,9 @@ u32 among_lanes(u32 x, Reduce reduce) {
 inline u32 __shfl_xor_sync(u32, u32 x, int by) {
     return among_lanes(x, [&](const u32* of) { return of[(threadIdx.x ^ by) % 32]; });
 }
-inline u32 __shfl_sync(u32, u32 x, int lane) {
-    return among_lanes(x, [&](const u32* of) { return of[lane]; });
+inline u32 __shfl_sync(u32, u32 x, int lane, int width = 32) {
+    return among_lanes(
+        x, [&](const u32* of) { return of[threadIdx.x % 32 / width * width + lane % width]; });
 }
 inline u32 __reduce_max_sync(u32, u32 x) {
     return among_lanes(x, [](const u32* of) { return *std::max_element(of, of + 32); });

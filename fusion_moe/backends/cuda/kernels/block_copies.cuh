@@ -189,34 +189,29 @@ struct RowsOfLanes {
     static constexpr bool PAIRS = Bits<T>::WORDS == 4;
     static constexpr int COUNT = PAIRS ? 4 : 8;
 
-    // The row of this lane, and the lane of a row.
+    // The row of this lane, and the lane of a row among 16.
     __device__ __forceinline__ static i32 row() {
         const i32 lane = threadIdx.x % 16;
         return PAIRS ? lane / 4 * 2 + lane % 2 : lane / 2;
     }
     __device__ __forceinline__ static i32 lane_of(int s) {
-        return threadIdx.x % 32 / 16 * 16 + (PAIRS ? s / 2 * 4 + s % 2 : 2 * s);
+        return PAIRS ? s / 2 * 4 + s % 2 : 2 * s;
     }
     // What the lane of a row has.
     __device__ __forceinline__ static float of(int s, float x) {
-        return __uint_as_float(__shfl_sync(WHOLE_WARP, __float_as_uint(x), lane_of(s)));
+        return __uint_as_float(__shfl_sync(WHOLE_WARP, __float_as_uint(x), lane_of(s), 16));
     }
 
-    __device__ __forceinline__ static u32 largest(const Bits<T> (&x)[8]) {
-        u32 each[8], most[COUNT];
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-            each[s] = 0;
-#pragma unroll
-            for (int w = 0; w < Bits<T>::WORDS; ++w)
-                each[s] = x[s].larger(each[s], x[s].magnitude(x[s].at[w]));
-        }
+    // each: of the words of each row.
+    __device__ __forceinline__ static u32 largest(const u32 (&each)[8]) {
+        const auto larger = Bits<T>::larger;
+        u32 most[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             most[i] = each[i];
             if constexpr (PAIRS)
-                most[i] = x[i].larger(__byte_perm(each[2 * i], each[2 * i + 1], 0x5410),
-                                      __byte_perm(each[2 * i], each[2 * i + 1], 0x7632));
+                most[i] = larger(__byte_perm(each[2 * i], each[2 * i + 1], 0x5410),
+                                 __byte_perm(each[2 * i], each[2 * i + 1], 0x7632));
         }
         int lanes = 8;  // halves of 16 lanes change halves of the rows; then all have the same ones
 #pragma unroll
@@ -225,13 +220,13 @@ struct RowsOfLanes {
 #pragma unroll
             for (int i = 0; i < n; ++i) {
                 const u32 given = upper ? most[i] : most[i + n];
-                most[i] = x[i].larger(upper ? most[i + n] : most[i],
-                                      __shfl_xor_sync(WHOLE_WARP, given, lanes));
+                most[i] = larger(upper ? most[i + n] : most[i],
+                                 __shfl_xor_sync(WHOLE_WARP, given, lanes));
             }
         }
 #pragma unroll
         for (; lanes > 0; lanes /= 2)
-            most[0] = x[0].larger(most[0], __shfl_xor_sync(WHOLE_WARP, most[0], lanes));
+            most[0] = larger(most[0], __shfl_xor_sync(WHOLE_WARP, most[0], lanes));
         if constexpr (PAIRS) return threadIdx.x % 2 ? most[0] & 0xFFFF0000 : most[0] << 16;
         return most[0];
     }
@@ -260,6 +255,8 @@ struct TurnedTile {
     // that of the next turn is `pitch` bytes further on; columns, rows: how many there are.
     __device__ __forceinline__ void store(u8* to, i32 pitch, i32 columns, i32 rows = 128) const {
         const i32 column = threadIdx.x / 8, piece = threadIdx.x % 8;
+        to += piece * 16;
+        asm("" : "+l"(to));  // so that turns differ by constants
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const i32 place = piece ^ (column / 8 + i % 2 * 4);
@@ -268,33 +265,10 @@ struct TurnedTile {
             u32 made[4];
 #pragma unroll
             for (int w = 0; w < 4; ++w) made[w] = x.at[i < 2 ? w : w ^ 2];
-            store_if<4>(to + piece * 16 + i * pitch, made,
-                        column + 32 * i < columns && piece * 16 < rows);
+            store_if<4>(to + i * pitch, made, column + 32 * i < columns && piece * 16 < rows);
         }
     }
 };
-
-// Stores codes of a lane's eight columns of eight rows by columns, by way of a tile in shared
-// memory: see TurnedTile::store.
-template <class T>
-__device__ __forceinline__ void store_turned(u8* to, i32 pitch, i32 columns, const Bits<T> (&x)[8],
-                                             const Eight<float>& over, TurnedTile& tile) {
-#pragma unroll
-    for (int v = 0; v < 8; ++v) {
-        u32 made[2];
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            const int s = 4 * w;
-            made[w] =
-                e4m3_pair(x[s].number(v) * over.at[v], x[s + 1].number(v) * over.at[v]) |
-                u32(e4m3_pair(x[s + 2].number(v) * over.at[v], x[s + 3].number(v) * over.at[v]))
-                    << 16;
-        }
-        tile.put(v, made[0], made[1]);
-    }
-    __syncthreads();  // whose next one is before the tile is written again
-    tile.store(to, pitch, columns);
-}
 
 // Bytes of four rows, of each column.
 __device__ __forceinline__ void turn_bytes(const u32 (&x)[4], u32 (&made)[4]) {
@@ -354,6 +328,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                                                   const InSquares& in_squares) {
     using S = Square<K>;
     __shared__ __align__(16) ColumnsOfTile shared;
+    __shared__ __align__(16) TurnedTile turned;
     // whether the next tile is read before this one is stored; others have too many numbers to read
     constexpr bool AHEAD = InSquares::MADE;
     constexpr i32 PARTS = CUT > 0 && K == 2 * CUT && CUT % 128 == 0 ? 2 : 1;
@@ -445,20 +420,6 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                 read(x, across);
             }
             const i64 place = own * K + j0;
-            if constexpr (InRows::MADE) {
-                using Lanes = RowsOfLanes<T>;
-                const typename InRows::Scale by(Lanes::largest(x));
-                if (in_rows.scales && Lanes::row() < left)
-                    in_rows.scales[(own + Lanes::row()) * S::ACROSS + across] = by.stored;
-#pragma unroll
-                for (int s = 0; s < S::STEPS; ++s) {
-                    const float over = Lanes::of(s, by.over), scale = Lanes::of(s, by.scale);
-                    u32 made[2];
-                    make_codes(made, x[s], [&](int) { return over; });
-                    in_rows.store(
-                        place + s * K, made, [&](int) { return scale; }, s < left && there);
-                }
-            }
             if constexpr (InSquares::MADE) {
                 const u32 most = __reduce_max_sync(WHOLE_WARP, largest_of<T, S::STEPS>(x));
                 if (lane == 0) shared.most[warp][0] = most;
@@ -477,62 +438,115 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
                         place + s * K, made[s], [&](int) { return by.scale; }, s < left && there);
                 }
                 if constexpr (TURNED<InSquares>) {
-                    __shared__ __align__(16) TurnedTile turned;
                     store_turned_square<K>(in_squares, number, across, by, made, turned);
                 }
                 __syncthreads();  // the next tile writes what this one read
             }
-            if constexpr (InColumns::MADE) {
-                if (!tile.in_group || (TURNED<InColumns> && tile.rows < 128)) {
+            if constexpr (InRows::MADE || InColumns::MADE) {
+                using Lanes = RowsOfLanes<T>;
+                u32 of_row[S::STEPS] = {};
+                Bits<T> of_columns{};
 #pragma unroll
-                    for (int s = 0; s < S::STEPS; ++s)
-                        if (!tile.in_group || s >= left) x[s] = {};
-                }
-                Bits<T> most{};
+                for (int s = 0; s < S::STEPS; ++s) {
 #pragma unroll
-                for (int w = 0; w < Bits<T>::WORDS; ++w) {
-#pragma unroll
-                    for (int s = 0; s < S::STEPS; ++s)
-                        most.at[w] = most.larger(most.at[w], most.magnitude(x[s].at[w]));
-                    most.at[w] =
-                        most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
-                }
-                if (lane < 16) {
-#pragma unroll
-                    for (int v = 0; v < 8; v += 4) {
-                        Vector<u32, 4> four;
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            four.at[i] = __float_as_uint(most.number(v + i));
-                        *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
+                    for (int w = 0; w < Bits<T>::WORDS; ++w) {
+                        const u32 size = x[s].magnitude(x[s].at[w]);
+                        of_row[s] = x[s].larger(of_row[s], size);
+                        of_columns.at[w] = x[s].larger(of_columns.at[w], size);
                     }
                 }
-                __syncthreads();  // whose next one is before anything here is written again
-                if (threadIdx.x < 128) {
-                    u32 of_column = 0;
-#pragma unroll
-                    for (int w = 0; w < 8; ++w)
-                        of_column = max(of_column, shared.most[w][threadIdx.x]);
-                    make_column_scale(across, of_column);
+                float over = 0, scale = 0;  // of the lane's row
+                if constexpr (InRows::MADE) {
+                    const typename InRows::Scale by(Lanes::largest(of_row));
+                    over = by.over, scale = by.scale;
+                    if (in_rows.scales && Lanes::row() < left)
+                        in_rows.scales[(own + Lanes::row()) * S::ACROSS + across] = by.stored;
                 }
-                __syncthreads();
-                const Eight<float> over = load_eight(shared.over + lane % 16 * 8);
-                if constexpr (TURNED<InColumns>) {
-                    __shared__ __align__(16) TurnedTile turned;
-                    const i64 column = number * K + 128 * across + place_in_tile(threadIdx.x / 8);
-                    if (number < tiles.blocks())
-                        store_turned(in_columns.codes + column * 128, 32 * 128, K - 128 * across, x,
-                                     over, turned);
-                } else {
-                    const Eight<float> scale = load_eight(shared.scale + lane % 16 * 8);
+                Eight<float> over_columns, scale_columns;
+                if constexpr (InColumns::MADE) {
+#pragma unroll
+                    for (int w = 0; w < Bits<T>::WORDS; ++w)
+                        of_columns.at[w] = x[0].larger(
+                            of_columns.at[w], __shfl_xor_sync(WHOLE_WARP, of_columns.at[w], 16));
+                    if (lane < 16) {
+#pragma unroll
+                        for (int v = 0; v < 8; v += 4) {
+                            Vector<u32, 4> four;
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                                four.at[i] = __float_as_uint(of_columns.number(v + i));
+                            *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) =
+                                four;
+                        }
+                    }
+                    __syncthreads();  // whose next one is before anything here is written again
+                    if (threadIdx.x < 128) {
+                        u32 of_column = 0;
+#pragma unroll
+                        for (int w = 0; w < 8; ++w)
+                            of_column = max(of_column, shared.most[w][threadIdx.x]);
+                        make_column_scale(across, tile.in_group ? of_column : 0);
+                    }
+                    __syncthreads();
+                    over_columns = load_eight(shared.over + lane % 16 * 8);
+                    if constexpr (!TURNED<InColumns>)
+                        scale_columns = load_eight(shared.scale + lane % 16 * 8);
+                }
+                const auto clear = [&](i32 from) {
+#pragma unroll
+                    for (int s = 0; s < S::STEPS; ++s)
+                        if (s >= from) x[s] = {};
+                };
+                if (TURNED<InColumns> && tile.rows < 128) {
+                    asm volatile("");  // a branch, since few tiles are short
+                    clear(left);
+                }
+                // Numbers are taken out of their words once for both copies, and once more for rows
+                // of no group, which are zeros by columns.
+                i32 stored = left;
+#pragma unroll 1
+                for (bool again = InColumns::MADE && !tile.in_group;; again = false) {
+                    u32 by_column[8][2];
 #pragma unroll
                     for (int s = 0; s < S::STEPS; ++s) {
                         u32 made[2];
-                        make_codes(made, x[s], [&](int v) { return over.at[v]; });
-                        in_columns.store(
-                            place + s * K, made, [&](int v) { return scale.at[v]; },
-                            s < left && there);
+                        if constexpr (InRows::MADE) {
+                            const float by = Lanes::of(s, over), of = Lanes::of(s, scale);
+                            make_codes(made, x[s], [&](int) { return by; });
+                            in_rows.store(
+                                place + s * K, made, [&](int) { return of; }, s < stored && there);
+                        }
+                        if constexpr (InColumns::MADE && !TURNED<InColumns>) {
+                            make_codes(made, x[s], [&](int v) { return over_columns.at[v]; });
+                            in_columns.store(
+                                place + s * K, made, [&](int v) { return scale_columns.at[v]; },
+                                s < left && there);
+                        }
+                        if constexpr (TURNED<InColumns>) {
+                            if (s % 4 < 3) continue;
+#pragma unroll
+                            for (int v = 0; v < 8; ++v) {
+                                const auto number = [&](int r) {
+                                    return x[s - 3 + r].number(v) * over_columns.at[v];
+                                };
+                                by_column[v][s / 4] = e4m3_pair(number(0), number(1)) |
+                                                      u32(e4m3_pair(number(2), number(3))) << 16;
+                            }
+                        }
                     }
+                    if constexpr (TURNED<InColumns>) {
+#pragma unroll
+                        for (int v = 0; v < 8; ++v) turned.put(v, by_column[v][0], by_column[v][1]);
+                    }
+                    if (!again) break;
+                    clear(0), stored = 0;
+                }
+                if constexpr (TURNED<InColumns>) {
+                    __syncthreads();  // whose next one is before the tile is written again
+                    const i64 column = number * K + 128 * across + place_in_tile(threadIdx.x / 8);
+                    if (number < tiles.blocks())
+                        turned.store(in_columns.codes + column * 128, 32 * 128,
+                                     left_in_tile<K>(128 * across));
                 }
             }
         }
