@@ -79,12 +79,12 @@ def test_what_is_not_there():
 
 
 def test_no_weight_is_read(tmp_path):
-    """Other numbers, the same report."""
+    """Other numbers, the same report but for the minute that it was made in."""
     spoiled = change(
         copied("modelopt-mixtral", tmp_path),
         lambda tensors: [t.flatten().view(torch.uint8).fill_(0xFF) for t in tensors.values()],
     )
-    assert found(str(spoiled)) == found(MIXTRAL)
+    assert found(str(spoiled)) | {"made": ""} == found(MIXTRAL) | {"made": ""}
 
 
 def test_models_that_transformers_lacks_exit_with_3(tmp_path):
