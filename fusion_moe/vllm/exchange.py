@@ -1,7 +1,7 @@
 """Ranks with tokens of their own, and some of the experts each (`--data-parallel-size` with
 `--enable-expert-parallel`): tokens go to their experts, and sums back, through memory that the
-ranks of a node share, where vLLM else gathers the tokens of all and scatters sums. On CPUs always;
-on GPUs, where no engine has run so yet, if it is asked for:
+ranks of a node share, or by vLLM's collectives, which gather the tokens of all and scatter sums. On
+CPUs always through memory; on GPUs if it is asked for:
 
     --additional-config '{"fusion_moe": {"dispatch": "symmetric"}}'
 """
@@ -55,8 +55,20 @@ def sends_tokens_(experts: Experts, moe: Any) -> bool:
     return False
 
 
-def compute(experts: Experts, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    """x [T, H], ids int[T, k], w [T, k] of this rank -> [T, H], sums over all ranks.
+def gather(experts: Experts, x: Tensor, ids: Tensor, w: Tensor, moe: Any) -> Tensor:
+    """x [T, H], ids int[T, k], w [T, k] of this rank -> [T, H], sums over all ranks, by vLLM's
+    collectives.
+
+    vLLM would gather by itself, but before it routes, and 0.32 then has the mask of padding of one
+    rank for the tokens of all, which its operation refuses.
+    """
+    group, parts = get_ep_group(), moe.moe_parallel_config.is_sequence_parallel
+    x, w, ids = group.dispatch(x, w, ids, parts)
+    return group.combine(experts(x, ids, w), parts)
+
+
+def send(experts: Experts, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """The same through memory that the ranks share.
 
     The exchange takes equally many tokens of each rank, as those of CUDA graphs are: in other steps
     tokens without experts, which are not sent, fill up to the most that any rank has.

@@ -37,7 +37,7 @@ from . import exchange
 from .loading import LoadsExperts
 from .log import logger
 
-# with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
+# with it vLLM's groups gather tokens and reduce-scatter the ranks' results
 _GATHERS = "allgather_reducescatter"
 
 
@@ -67,7 +67,8 @@ class ExpertsMethod(FusedMoEMethodBase):
     @property
     def supports_internal_mk(self) -> bool:
         """Whether vLLM leaves tokens on their rank: `apply` then returns sums over ranks."""
-        return self.sends_tokens
+        ranks = self.moe.moe_parallel_config
+        return bool(ranks.dp_size > 1 or ranks.is_sequence_parallel)
 
     @property
     def encoding(self) -> Encoding:
@@ -191,14 +192,17 @@ class ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Any = None,
     ) -> Tensor:
         """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism the
-        partial sum of this rank's experts, which vLLM sums over ranks, unless these send tokens
-        themselves. vLLM computes shared experts itself.
+        partial sum of this rank's experts, which vLLM sums over ranks; if these have tokens of
+        their own, the sum over ranks. vLLM computes shared experts itself.
         """
         adapters = self.adapters(len(x)) if self.adapters else None
+        experts, given = layer.fusion_moe, (x, topk_ids, topk_weights)
         with invariant(envs.VLLM_BATCH_INVARIANT):
             if self.sends_tokens:
-                return exchange.compute(layer.fusion_moe, x, topk_ids, topk_weights)
-            return layer.fusion_moe(x, topk_ids, topk_weights, adapters)
+                return exchange.send(experts, *given)
+            if self.supports_internal_mk:
+                return exchange.gather(experts, *given, self.moe)
+            return experts(*given, adapters)
 
 
 def _named(

@@ -34,7 +34,11 @@ def configuration(activation: str, has_bias: bool) -> Any:
     """As vLLM's of a layer."""
     return SimpleNamespace(
         moe_parallel_config=SimpleNamespace(
-            use_all2all_kernels=False, all2all_backend="", dp_size=1, enable_eplb=False
+            use_all2all_kernels=False,
+            all2all_backend="",
+            dp_size=1,
+            is_sequence_parallel=False,
+            enable_eplb=False,
         ),
         is_lora_enabled=False,
         moe_backend="auto",

@@ -108,7 +108,32 @@ def test_fewer_tokens_than_another_rank(alone: None, monkeypatch: pytest.MonkeyP
         sizes = SimpleNamespace(get_chunk_sizes_across_dp_rank=lambda most=most: [3, most])
         context = SimpleNamespace(dp_metadata=sizes)
         monkeypatch.setattr(exchange, "get_forward_context", lambda context=context: context)
-        assert torch.equal(exchange.compute(made, x, ids, w), wanted)
+        assert torch.equal(exchange.send(made, x, ids, w), wanted)
+
+
+def test_gathered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, this one the first: its sums have what the other one's experts add."""
+    torch.manual_seed(0)
+    own, other = (some_experts(2, 64, 32) for _ in range(2))
+    own.first_expert, other.first_expert = 0, 2
+    x, w = torch.randn(5, 64), torch.rand(5, 2)
+    ids = torch.tensor([[0, 3], [-1, 1], [2, -1], [1, 2], [3, 0]], dtype=torch.int32)
+
+    def dispatch(*given: torch.Tensor | bool) -> list[Any]:
+        *tensors, parts = given
+        assert not parts
+        assert all(
+            t.equal(all_of_it[:3]) for t, all_of_it in zip(tensors, (x, w, ids), strict=True)
+        )
+        return [x, w, ids]
+
+    def combine(y: torch.Tensor, parts: bool) -> torch.Tensor:
+        return (y + other(x, ids, w))[:3]
+
+    group = SimpleNamespace(dispatch=dispatch, combine=combine)
+    monkeypatch.setattr(exchange, "get_ep_group", lambda: group)
+    found = exchange.gather(own, x[:3], ids[:3], w[:3], layer())
+    assert found.equal((own(x, ids, w) + other(x, ids, w))[:3])
 
 
 @pytest.fixture
