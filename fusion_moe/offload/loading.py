@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
 from ..messages.warn import log
@@ -30,7 +32,7 @@ def offloaded(
     before, by the headers of a local directory in few bits.
 
     None for a model that cannot be offloaded, if only `max_memory` asked for it: accelerate places
-    that.
+    that. UnsupportedError for a GPU where there is none.
     """
     left = dict(kwargs)
     memory, device_map = left.pop("max_memory", None), left.pop("device_map", "auto")
@@ -46,6 +48,8 @@ def offloaded(
     kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
     where = experts_device or "auto"
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not torch.accelerator.is_available():
+        device_and_bytes(memory)  # accelerate has no GPU either
     try:
         device, size = device_and_bytes(memory)
         if directory is not None and Path(directory).is_dir() and not left.get(_ON_LOAD):

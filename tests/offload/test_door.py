@@ -252,6 +252,8 @@ def test_errors_come_first(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
             offload_(model, {0: "1GB"})
+        with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
+            from_pretrained(MADE / NAME, max_memory={0: "1GB", "cpu": "1GB"}, device_map="auto")
 
 
 def test_accelerate_places_what_is_not_offloaded(caplog):
