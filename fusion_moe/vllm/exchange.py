@@ -1,9 +1,9 @@
 """Ranks with tokens of their own, and some of the experts each (`--data-parallel-size` with
 `--enable-expert-parallel`): tokens go to their experts, and sums back, through memory that the
-ranks of a node share, or by vLLM's collectives, which gather the tokens of all and scatter sums. On
-CPUs always through memory; on GPUs if it is asked for:
+ranks of a node share; where that cannot be, by vLLM's collectives, which gather the tokens of all
+and scatter sums, on GPUs only. There they may be asked for:
 
-    --additional-config '{"fusion_moe": {"dispatch": "symmetric"}}'
+    --additional-config '{"fusion_moe": {"dispatch": "all_gather"}}'
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ def _dispatch() -> str:
     config, where = get_current_vllm_config_or_none(), "vLLM's --additional-config"
     more = config.additional_config if config is not None else {}
     given = dict(more.get(NAME) or {}) if isinstance(more, dict) else {}
-    default = "symmetric" if current_platform.is_cpu() else "all_gather"
-    dispatch = given.pop("dispatch", default)
+    dispatch = given.pop("dispatch", "symmetric")
     need_one_of("dispatch", dispatch, DISPATCH, where=where)
     if given:
         raise OptionError(f"{NAME}: {', '.join(given)}", expected="dispatch", where=where)
