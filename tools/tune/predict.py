@@ -104,7 +104,7 @@ def _of_large_mma(v: LargeMma, cell: Cell, gpu: Arch) -> float:
     clock = gpu.tensor_rate / (each_clock * gpu.multiprocessors)
     rows = cell.rows / touched  # of a group, on average
     m_tiles = _m_tiles(rows, v.tile_m)
-    height = max(16.0, (rows + 8) / m_tiles)  # a multiple of 16 for each group
+    height = max(8.0, rows / m_tiles + 4)  # a multiple of 8
     clocks = _overlapped(
         4 * v.repeats * height / 8 * _FLOP / each_clock,
         (60 * v.repeats + height * (v.repeats / 2 + 0.25) + 35) / 4,

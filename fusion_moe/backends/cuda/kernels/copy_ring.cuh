@@ -19,11 +19,11 @@ class CopyRing {
     static_assert(AHEAD >= 1, "copies of a stage at least are in flight");
 
   public:
-    // Begins the copies of the first of `count` K blocks. copy(stage, kb): those of a thread. No
-    // thread of the team still reads a stage.
+    // Begins the copies of the first K blocks. copy(stage, kb): those of a thread; past the last K
+    // block none, and an empty group is in flight. No thread of the team still reads a stage.
     template <class Copy>
-    __device__ __forceinline__ void begin(i32 count, Copy copy) {
-        reading_ = STAGES - 1, filled_ = 0, count_ = count;
+    __device__ __forceinline__ void begin(Copy copy) {
+        reading_ = STAGES - 1, filled_ = 0;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) fill(i, copy);
     }
@@ -41,12 +41,11 @@ class CopyRing {
     __device__ __forceinline__ i32 stage() const { return reading_; }
 
   private:
-    i32 reading_, filled_, count_;  // a stage; K blocks whose copies have begun, and all
+    i32 reading_, filled_;  // a stage; K blocks whose copies have begun
 
-    // Past the last K block an empty group: so many groups are always in flight.
     template <class Copy>
     __device__ __forceinline__ void fill(i32 stage, Copy copy) {
-        if (filled_ < count_) copy(stage, filled_);
+        copy(stage, filled_);
         cp_async_commit();
         ++filled_;
     }

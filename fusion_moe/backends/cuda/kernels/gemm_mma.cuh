@@ -108,7 +108,7 @@ class MmaPipeline {
         Ahead ahead(s, shared);
         const auto copy = [&](i32 stage, i32) { ahead.copy(stage); };
         CopyRing<STAGES> ring;
-        ring.begin(UNBOUNDED, [&](i32 stage, i32) { ahead.copy(stage), ahead.finish(); });
+        ring.begin([&](i32 stage, i32) { ahead.copy(stage), ahead.finish(); });
         for (u32 i = 0;; ++i) {
             const i32 number = shared.number[i % NUMBERS];
             if (!Product::more(shared.scheduler, number)) return;

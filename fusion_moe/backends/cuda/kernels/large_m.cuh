@@ -236,7 +236,7 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
                     if (i + 1 < Steps)
                         cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES);
                     else
-                        cp_async_16_if(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
+                        cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
                 }
         }
 

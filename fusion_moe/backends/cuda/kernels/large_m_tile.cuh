@@ -157,9 +157,10 @@ struct LargeMTile {
             return EQUALLY_SPACED ? scale[0] + after_first(TILES_PER_STEP * i) : scale[i];
         }
 
-        // Copies K blocks to a stage, from the kb-th after the first on.
-        template <int Blocks>
-        __device__ __forceinline__ void copy(RepeatWeights* to, i32 thread, int kb) const {
+        // Copies K blocks to a stage, from the kb-th after the first on. good: if any.
+        template <int Blocks, class... If>
+        __device__ __forceinline__ void copy(RepeatWeights* to, i32 thread, int kb,
+                                             If... good) const {
 #pragma unroll
             for (int run = 0; run < RUNS; ++run) {
                 const i32 repeat = COPYING_WARPS == 4 ? 0 : thread / 128, warp = thread / 32;
@@ -177,10 +178,11 @@ struct LargeMTile {
                     for (int b = 0; b < Blocks; ++b)
                         cp_async_16(element_place + place + b * ELEMENTS,
                                     elements + element_at(i) +
-                                        (kb + b) * Tiles::NEXT_K_BLOCK * ELEMENTS + run * RUN);
+                                        (kb + b) * Tiles::NEXT_K_BLOCK * ELEMENTS + run * RUN,
+                                    good...);
                 }
             }
-            if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb);
+            if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb, good...);
         }
 
         __device__ __forceinline__ void advance(i32 blocks) {
@@ -210,18 +212,20 @@ struct LargeMTile {
                                     Reader::pieces_apart(piece);
         }
 
-        template <int Blocks>
-        __device__ __forceinline__ void copy_scales(RepeatWeights* to, i32 thread, int kb) const {
+        template <int Blocks, class... If>
+        __device__ __forceinline__ void copy_scales(RepeatWeights* to, i32 thread, int kb,
+                                                    If... good) const {
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place =
                 shared_address(to[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) +
                 piece * 16;
 #pragma unroll
             for (int i = 0; i < SCALE_STEPS; ++i)
-                cp_async_16_if(
+                cp_async_16(
                     scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
                     scale_piece(i, kb, piece % BLOCK_PIECES),
-                    tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * BLOCK_PIECES);
+                    (good && ... && (tile + TILES_PER_STEP * i < WEIGHT_TILES)) &&
+                        piece < Blocks * BLOCK_PIECES);
         }
     };
 

@@ -39,9 +39,9 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         typename Tile::SharedWeights, typename Tile::Tiles, typename Tile::Transpose,
         typename Tile::Weights;
     static constexpr int RUNS = Scales::COUNT, RUN_K_BLOCKS = ALL_K_BLOCKS / RUNS;
-    // Of M tiles: there is a loop for each height. A step of the copies has as many rows.
-    static constexpr int HEIGHTS = TEAM_THREADS / (TILE_ROW_BYTES / 16);
-    static_assert(TILE_M % HEIGHTS == 0, "whole steps of copies");
+    static constexpr int HEIGHTS = 8;  // of M tiles: there is a loop for each height
+    static constexpr int ROWS_PER_STEP = TEAM_THREADS / (TILE_ROW_BYTES / 16);  // of copies
+    static_assert(TILE_M % ROWS_PER_STEP == 0, "whole steps of copies");
     static_assert(ALL_K_BLOCKS % RUNS == 0, "whole runs");
 
     struct alignas(128) Stage {
@@ -157,33 +157,35 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         }
     }
 
-    // The activations of a work tile. A thread copies 16 bytes of every HEIGHTS-th row.
+    // The activations of a work tile. A thread copies 16 bytes of every ROWS_PER_STEP-th
+    // row.
     struct Activations {
         const u8* first;
-        i32 row[TILE_M / HEIGHTS];  // how many times 16 bytes after the first
+        i32 row[TILE_M / ROWS_PER_STEP];  // how many times 16 bytes after the first
 
         __device__ __forceinline__ Activations(const Segment& s, const WorkTile& work_tile) {
             constexpr i32 PIECES = TILE_ROW_BYTES / 16;
             const i32 mine = Team::thread() / PIECES, piece = threadIdx.x % PIECES;
             first = reinterpret_cast<const u8*>(s.row(work_tile.m_tile.first)) + 16 * piece;
 #pragma unroll
-            for (int i = 0; i < TILE_M / HEIGHTS; ++i) {
+            for (int i = 0; i < TILE_M / ROWS_PER_STEP; ++i) {
                 // accumulators past the end are not stored
-                const i32 m =
-                    min(work_tile.m_tile.first + mine + HEIGHTS * i, work_tile.m_tile.end - 1);
+                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i,
+                                  work_tile.m_tile.end - 1);
                 row[i] = i32((reinterpret_cast<const u8*>(s.row(m)) + 16 * piece - first) / 16);
             }
         }
 
         template <int Height>
-        __device__ __forceinline__ void copy(u8* to, i32 kb) const {
+        __device__ __forceinline__ void copy(u8* to, i32 kb, bool good) const {
             constexpr i32 PIECES = TILE_ROW_BYTES / 16;
             const u32 place =
                 shared_address(to) + swizzled(Team::thread() / PIECES, threadIdx.x % PIECES);
             const u8* from = first + kb * i32(TILE_ROW_BYTES);
 #pragma unroll
-            for (int i = 0; i < Height / HEIGHTS; ++i)
-                cp_async_16(place + i * HEIGHTS * TILE_ROW_BYTES, from + i64(row[i]) * 16);
+            for (int i = 0; i * ROWS_PER_STEP < Height; ++i)
+                cp_async_16(place + i * ROWS_PER_STEP * TILE_ROW_BYTES, from + i64(row[i]) * 16,
+                            good);
         }
     };
 
@@ -220,7 +222,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
             const auto copy = [&](i32 stage, i32 kb) {
                 this->template copy<Height>(stages[stage], kb);
             };
-            ring.begin(ALL_K_BLOCKS, copy);
+            ring.begin(copy);
             ring.next(copy);
             u32 activations = load(packed);
 #pragma unroll 1
@@ -267,8 +269,9 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         __device__ __forceinline__ void copy(Stage& to, i32 kb) const {
             const i32 at =
                 RUNS == 1 ? kb : scales.first_k_block(kb / RUN_K_BLOCKS) + kb % RUN_K_BLOCKS;
-            weights.template copy<1>(to.weights, Team::thread(), at);
-            rows.template copy<Height>(to.activations, at);
+            const bool good = kb < ALL_K_BLOCKS;  // a branch would keep products from the copies
+            weights.template copy<1>(to.weights, Team::thread(), at, good);
+            rows.template copy<Height>(to.activations, at, good);
         }
 
         // Loads what a lane has of the weights of the ring's stage; where its activations begin.

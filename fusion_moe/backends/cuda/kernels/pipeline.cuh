@@ -75,7 +75,7 @@ __device__ __forceinline__ void cp_async_16_or_zeros(u32 to, const void* from, b
 }
 
 // The same if `good`; otherwise nothing is read or written.
-__device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool good) {
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool good) {
     asm volatile(
         "{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.cg.shared.global.L2::128B [%0], [%1], "
         "16;}" ::"r"(to),

@@ -106,9 +106,12 @@ class TileScheduler {
                 mine_.number += scheduler_.active_blocks_;
         }
         __device__ void go_to(i32 number) { mine_.number = number; }
-        // The turn-th of those of a block without parts.
+        // The turn-th of those of a block without parts. The highest tiles come first: in every
+        // other turn blocks take them in reverse, and so have as many rows in the end.
         __device__ void go_to_turn(i32 turn) {
-            mine_.number = first_ + turn * scheduler_.active_blocks_;
+            const i32 blocks = scheduler_.active_blocks_;
+            mine_.number =
+                turn * blocks + (turn % 2 && first_ < blocks ? blocks - 1 - first_ : first_);
         }
 
         // Called by a whole warp.
