@@ -157,8 +157,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         }
     }
 
-    // The activations of a work tile. A thread copies 16 bytes of every ROWS_PER_STEP-th
-    // row.
+    // The activations of a work tile. A thread copies 16 bytes of every ROWS_PER_STEP-th row.
     struct Activations {
         const u8* first;
         i32 row[TILE_M / ROWS_PER_STEP];  // how many times 16 bytes after the first
