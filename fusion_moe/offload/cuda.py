@@ -39,7 +39,6 @@ from .split import Constants
 from .steps import Steps, fusion_of_call, steps_of
 
 CAPACITY = 512  # rows of experts of a step that decodes
-_PIECES = 4  # of what a turn of a long step copies
 
 
 class Cuda:
@@ -175,24 +174,16 @@ class Cuda:
 
     def _copied(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
         """Turns and their numbers, when what each copies is in slots. What the next one copies
-        comes meanwhile, as it is at home, in pieces: each as soon as the one before it, in the same
-        place, is unpacked.
+        comes meanwhile, as it is at home, once this one's copies, in the same place, are unpacked.
         """
         half, main = self.spare // 2, torch.cuda.current_stream()
-        each = -(-half // _PIECES)
-        free = [main.record_event()] * _PIECES
         for number, turn in enumerate(turns):
             if turn.copied:
                 main.wait_stream(self._side)
-                for i, first in enumerate(range(0, len(turn.copied), each)):
-                    count = min(each, len(turn.copied) - first)
-                    self.moves.unpack(self._packed, first, self._cached + first, count)
-                    free[i] = main.record_event()
+                self.moves.unpack(self._packed, 0, self._cached, len(turn.copied))
             if number + 1 < len(turns):
-                following = turns[number + 1].copied
-                for i, first in enumerate(range(0, len(following), each)):
-                    self._side.wait_event(free[i])
-                    self._copy(following[first : first + each], self._cached + half + first)
+                self._side.wait_stream(main)
+                self._copy(turns[number + 1].copied, self._cached + half)
             if turn.rows:
                 yield number, turn
 
