@@ -527,7 +527,7 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     assert isinstance(chosen(2**20, 8, 4096, 1792), LargeM)
     assert chosen(2**20, 8, 4096, 1792, arch=L40S).tile_m == 48
     assert chosen(2**20, 8, 4096, 1792, tiled=False, arch=L40S).tiles_m == 4
-    assert chosen(160, 8, 4096, 1792, arch=A100).tiles_m == 2
+    assert chosen(120, 8, 4096, 1792, arch=A100).tiles_m == 2
     for rows, groups, tiled in itertools.product((1, 64, 4096), (1, 8, 256), (True, False)):
         assert chosen(rows, groups, tiled=tiled).tiles % 2 == 0
 
