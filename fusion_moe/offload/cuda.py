@@ -180,7 +180,7 @@ class Cuda:
         for number, turn in enumerate(turns):
             if turn.copied:
                 main.wait_stream(self._side)
-                self.moves.unpack(self._packed, 0, self._cached, len(turn.copied))
+                self.moves.unpack(self._packed, self._cached, len(turn.copied))
             if number + 1 < len(turns):
                 self._side.wait_stream(main)
                 self._copy(turns[number + 1].copied, self._cached + half)
@@ -232,7 +232,7 @@ class Cuda:
             else:  # through a spare slot, which long steps use too
                 with self.shared.turns.next():
                     self._copy([expert], self._cached + self.spare // 2)
-                    self.moves.unpack(self._packed, 0, slot, 1)
+                    self.moves.unpack(self._packed, slot, 1)
         self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
         self._loaded += 1
 

@@ -29,8 +29,8 @@ DISPATCH = ("all_gather", "symmetric")
 
 def sends_tokens_(experts: Experts, moe: Any) -> bool:
     """Makes a rank's experts send tokens themselves, and returns whether they do. If they should
-    and do not, vLLM gathers tokens, and a warning says why; UnsupportedError on CPUs, where it does
-    not gather.
+    and do not, tokens are gathered (`gather`), and a warning says why; UnsupportedError on CPUs,
+    where vLLM cannot.
 
     moe: vLLM's configuration of the layer. All ranks call it for the same layers in one order.
     """

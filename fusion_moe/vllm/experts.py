@@ -233,7 +233,7 @@ def need_served(moe: Any) -> None:
             (
                 gathers and parallel.pcp_size > 1,
                 "expert parallelism with prefill context parallelism",
-                "tokens that vLLM gathers before experts",
+                "ranks that data parallelism divides",
                 "run without --prefill-context-parallel-size",
             ),
             (

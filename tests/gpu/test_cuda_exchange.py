@@ -171,7 +171,9 @@ def test_ranks_compute_what_the_reference_does(count, kind):
 
 @pytest.mark.parametrize("kind", [Ranks, Coded])
 def test_not_a_number_arrives(kind):
-    """Of the bits that stand for words that have not come: in its own token alone."""
+    """Of the bits that stand for words that have not come, which codes never have: in its own token
+    alone.
+    """
     ranks, given = kind(2), [tokens(6, seed) for seed in range(2)]
     for x, ids, _ in given:
         ids[0] = torch.tensor([0, 1, E - 1])  # of both ranks

@@ -340,7 +340,9 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
             if constexpr (InColumns::MADE) {
                 const typename InColumns::Scale by(most);
                 const i32 j = 128 * across + threadIdx.x;
-                shared.over[threadIdx.x] = by.over, shared.scale[threadIdx.x] = by.scale;
+                // of no rows nobody reads them, and the last tile's may still be read
+                if (tile.rows != 0)
+                    shared.over[threadIdx.x] = by.over, shared.scale[threadIdx.x] = by.scale;
                 if (in_columns.scales && (K % 128 == 0 || j < K) && number < tiles.blocks())
                     in_columns.scales[number * K + j] = by.stored;
             }

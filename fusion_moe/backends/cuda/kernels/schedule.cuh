@@ -2,12 +2,13 @@
 //
 // A group of `size` rows is divided into the fewest M tiles that TILE_M allows. Their height is a
 // multiple of HEIGHTS, and equal or nearly so. A work tile is an M tile and one of `n_tiles` N
-// tiles. Block b takes work tiles b, b + blocks, ...; if the blocks of a cluster share work tiles,
-// the cluster takes them that way. If MOST_PARTS is more than 1 and no other kernel runs at the
-// same time, waves.cuh distributes the work tiles instead. Groups with the highest M tiles come
-// first, so that small work tiles are left for the end. A group's M tiles are divided into
-// rotations: a few M tiles with all N tiles. The blocks that run at a time then read about as many
-// bytes of weights as of activations, which minimizes the sum.
+// tiles. Block b takes work tiles b, b + blocks, ..., by `go_to_turn` every other turn in reverse;
+// if the blocks of a cluster share work tiles, the cluster takes them that way. If MOST_PARTS is
+// more than 1 and no other kernel runs at the same time, waves.cuh distributes the work tiles
+// instead. Groups with the highest M tiles come first, so that small work tiles are left for the
+// end. A group's M tiles are divided into rotations: a few M tiles with all N tiles. The blocks
+// that run at a time then read about as many bytes of weights as of activations, which minimizes
+// the sum.
 //
 // Next to a concurrent small-M kernel, which has the groups with fewer rows, only so few blocks are
 // active that they finish in about half of its time: the small-M kernel needs nearly all
