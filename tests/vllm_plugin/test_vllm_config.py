@@ -339,7 +339,7 @@ def test_adapters_of_padded_weights() -> None:
 def test_ranks_with_tokens_of_their_own_on_gpus(
     monkeypatch: pytest.MonkeyPatch, golden: Callable[[str], None]
 ) -> None:
-    """vLLM gathers tokens before `apply`, and adds up what ranks return, in one way of several."""
+    """Tokens are gathered, and what ranks return is added up, in one of vLLM's ways."""
     monkeypatch.setattr(
         "fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False)
     )
