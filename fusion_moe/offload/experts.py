@@ -157,9 +157,10 @@ class OffloadedExperts(Experts):
         device, places = self.device, self.device.places.cpu()
         decided, uses = decide(ids.cpu(), places, device.constants, device.spare, device.limit)
         here = f"{int(uses[places >= 0].sum())} of {int(uses.sum())} slots' experts are there"
-        in_files = device.home.in_files
         of = "; with times of another machine, since experts in files are not measured"
-        return f"{here}; {decided}{of if in_files else ''}", str(device.steps(x, ids, w))
+        return f"{here}; {decided}{of if device.home.in_files else ''}", str(
+            device.steps(x, ids, w)
+        )
 
     @property
     def counters(self) -> Counters:

@@ -11,11 +11,10 @@ from typing import Any
 from ..encodings import Encoding
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
+from ..ir.kinds.collectives import PIECE
 from ..ir.kinds.rules import known
 from ..target import ROWS, Target
 from .rewrite import rewrite
-
-_PIECE = 16  # bytes of a row that kernels copy at once
 
 
 def send_codes(fusion: Fusion, target: Target) -> Fusion:
@@ -52,7 +51,7 @@ def _of_rows(op: Op) -> Encoding | None:
 
 def _in_pieces(encoding: Encoding, width: int) -> bool:
     shapes = [(encoding.part_shape(part, (), 1, width), part) for part in encoding.parts]
-    return all(shape[-1] * part.dtype.itemsize % _PIECE == 0 for shape, part in shapes)
+    return all(shape[-1] * part.dtype.itemsize % PIECE == 0 for shape, part in shapes)
 
 
 def _rule(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...arch import Arch
 from ...ir.core import Fusion, Value
+from ...ir.kinds.collectives import PIECE
 from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
 from ..cxx.elements import stored
@@ -21,7 +22,6 @@ from .source import KernelSource, Sizes, Source
 _HEADERS = ("exchange.cuh",)
 _THREADS = 768  # more would have too few registers
 _AT_ONCE = 4  # slots that a thread reads at once
-_PIECE = 16  # bytes of a row that a thread copies at once
 _MOST_RANKS = 16
 
 
@@ -39,7 +39,7 @@ class Collective(Source):
         self.groups, self._ranks = groups, known(groups.count)
         self._parts = [_bytes(v) for v in (rows, *scales)]  # of a row
         for wrong, found in (
-            *((n % _PIECE, f"rows of {n} bytes, no multiple of {_PIECE}") for n in self._parts),
+            *((n % PIECE, f"rows of {n} bytes, no multiple of {PIECE}") for n in self._parts),
             (len(scales) > 1, f"{len(scales)} kinds of scales"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
             (rows.type.dtype == "f64", "f64, whose words may be any bits"),
@@ -81,7 +81,7 @@ class Collective(Source):
         beside = *map(self.array, scales), *all_scales
         given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends, *beside])
         equal = str(self.groups.stride == plain(ids.type.shape[0])).lower()
-        pieces = "".join(f", {n // _PIECE}" for n in self._parts[1:])
+        pieces = "".join(f", {n // PIECE}" for n in self._parts[1:])
         dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}{pieces}>"
         return self._kernel("dispatch", [f"{dispatch}{{{given}}}.run();"], blocks)
 
@@ -100,7 +100,7 @@ class Collective(Source):
         y, sent = self.sums.values[0], self.op.values[0]
         row, weight, made = self.of_slots(self.sums, self.memory)
         element, width = self.of_token(made, sent, self.sums), known(sent.type.shape[1])
-        columns = _PIECE // DTYPES[sent.type.dtype].itemsize
+        columns = PIECE // DTYPES[sent.type.dtype].itemsize
         slots = known(self.op.values[1].type.shape[1])
         return [
             "combine.run([&](i32 t, u32 slots, i32 part) {",

@@ -40,7 +40,7 @@ from .rules import Types, need_dtype, need_ends, need_float, need_rank, need_row
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
-_PIECE = 8  # columns, of at least 2 bytes
+PIECE = 16  # bytes of a row that kernels copy at once
 _NARROW = ("bf16", "f16")
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
 
@@ -168,7 +168,8 @@ def _back(fd: Any, op: Op, y: Value) -> Value:
     _, ids, _, peers, *_ = op.values
     _, all_ids, _, ends, *_ = op.outputs
     rows, width = map(plain, y.type.shape)
-    wide = ceil_to(width, _PIECE) if isinstance(width, int) else width
+    # elements have 2 bytes at least
+    wide = ceil_to(width, PIECE // 2) if isinstance(width, int) else width
     y = fd.ops.reshape(y, new_shape=(rows, width))
     if wide != width:
         y = fd.ops.pad(y, before=(0, 0), after=(0, wide - width), shape=(rows, wide))
