@@ -28,13 +28,13 @@ DISPATCH = ("all_gather", "symmetric")
 
 
 def sends_tokens_(experts: Experts, moe: Any) -> bool:
-    """Makes a rank's experts send tokens themselves, and returns whether they do. If they should
-    and do not, tokens are gathered (`gather`), and a warning says why; UnsupportedError on CPUs,
-    where vLLM cannot.
+    """Makes a rank's experts send tokens themselves, and returns whether they do. If they do not,
+    tokens are gathered (`gather`), and a warning says why; UnsupportedError on CPUs, where vLLM
+    cannot.
 
     moe: vLLM's configuration of the layer. All ranks call it for the same layers in one order.
     """
-    if not moe.moe_parallel_config.use_all2all_kernels or _dispatch() != "symmetric":
+    if not moe.moe_parallel_config.use_all2all_kernels:
         return False
     why = why_gathered(moe)
     if not why:
