@@ -29,6 +29,8 @@ from fusion_moe.encodings import (
     find,
     quantize,
 )
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn import Experts, add_lora_
 from fusion_moe.passes import PASSES
 from fusion_moe.target import check_formats
 
@@ -181,3 +183,35 @@ def test_modules_and_their_config():
         assert torch.equal(module(x, ids, w), packed)  # rows beside packed weights stay
     error = (y - of_bf16).float().norm() / of_bf16.float().norm()
     assert 0.01 < error < 0.08
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["frozen", "beside adapters"])
+def test_gradients_are_those_without_rounding_rows(adapted):
+    """Beside adapters a gradient reaches rows in a second way, so none that is missing is noticed
+    by what it does not reach.
+    """
+    gate_up, down = (Quantized(*parts, encoding=FP8) for parts in layer("fp8"))
+    module = Experts(gate_up, down)
+    if adapted:
+        add_lora_(module, rank=8)
+        torch.nn.init.normal_(module.gate_up_lora.B, std=0.01)
+    x, ids, w = inputs()
+    found = []
+    for form in ("bf16", "fp8"):
+        module.activation_format = form
+        leaf = x.float().requires_grad_()
+        with options.override(target="reference"):
+            module(leaf, ids, w).sum().backward()
+        found.append(leaf.grad)
+    assert 0 < (found[1] - found[0]).norm() < 0.1 * found[0].norm()
+
+
+def test_rows_in_nvfp4_have_no_gradient():
+    x, ids, w = inputs()
+    how = {"weight_format": "nvfp4", "activation_format": "nvfp4"}
+    y = x.float().requires_grad_()
+    with (
+        options.override(target="reference"),
+        pytest.raises(UnsupportedError, match="the derivative of quantizing to nvfp4"),
+    ):
+        OPS.fused_experts(y, ids, w, *layer(), **how).sum().backward()

@@ -264,7 +264,8 @@ def product_grad(
     fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None
 ) -> tuple[Value, Value | None]:
     """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its weight, in
-    the dtype of the weight or of its master; None for a quantized weight without a master.
+    the dtype of the weight or of its master; None for a quantized weight without a master, and
+    beside quantized rows.
 
     a, dy_of_weight: the factors of the weight's gradient: the product's rows and dy, or
     replacements for them.
@@ -277,7 +278,7 @@ def product_grad(
         if made.attrs["how"] == "float":
             read, at = fd.ops.cast(master, dtype=op.values[0].type.dtype), {}
     da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, read, ends, **at)
-    if master.type.quantized:
+    if master.type.quantized or a.type.quantized:
         return da, None
     d = dy if dy_of_weight is None else dy_of_weight
     return da, fd.ops.cast(
@@ -289,10 +290,8 @@ def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     a = op.values[0]
     if op.attrs.get("wgrad"):
         return eight_bits.gradients(fd, op, dy)
-    if a.type.quantized:
-        return [None, None, None]
     da, dw = product_grad(fd, op, dy, a)
-    return [fd.ops.cast(da, dtype=a.type.dtype), dw, None]
+    return [da if a.type.quantized else fd.ops.cast(da, dtype=a.type.dtype), dw, None]
 
 
 def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
