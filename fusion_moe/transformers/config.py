@@ -92,8 +92,8 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
     """What the caller's `quantization_config` says about the experts of an encoded directory: ours,
     or transformers' FineGrainedFP8Config, by its fields. None for any other.
 
-    UnsupportedError for other blocks than 128 x 128, for scales of activations that a file has, and
-    for skip and linear.
+    UnsupportedError for other blocks than 128 x 128, for scales of activations that a file has, for
+    weights that are to become floats, and for skip and linear.
     """
     if isinstance(asked, nn_config.QuantizationConfig):
         if asked.skip or asked.linear:
@@ -105,7 +105,8 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
         return {"encoding": asked.encoding.name, **asdict(asked)}
     if not hasattr(asked, "activation_scheme") or not hasattr(asked, "weight_block_size"):
         return None
-    for name, value in ("weight_block_size", (128, 128)), ("activation_scheme", "dynamic"):
+    fields = {"weight_block_size": (128, 128), "activation_scheme": "dynamic", "dequantize": False}
+    for name, value in fields.items():
         found = getattr(asked, name)
         if (tuple(found) if isinstance(found, list) else found) != value:
             raise UnsupportedError(

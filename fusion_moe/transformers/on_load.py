@@ -4,6 +4,7 @@ projection at a time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,8 @@ def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
     """
     before = dict(model.named_modules())
     contracts = {name: _contract(m) for name, m in before.items()}
-    quantize_(model, config)
+    # there are no numbers yet: weights are folded once they are read
+    quantize_(model, replace(config, weights="packed"))
     replaced = {
         name: contract
         for name, contract in contracts.items()

@@ -212,7 +212,11 @@ def test_eight_bit_floats_with_rows_in_fp8_if_asked(tmp_path):
     for config, form in (None, "bf16"), *((config, "fp8") for config in asked):
         made = experts(**({} if config is None else {"quantization_config": config}))
         assert (made.encoding, made.activation_format) == (FP8_TENSOR, form)
-    for wrong in {"weight_block_size": (64, 64)}, {"activation_scheme": "static"}:
+    for wrong in (
+        {"weight_block_size": (64, 64)},
+        {"activation_scheme": "static"},
+        {"dequantize": True},
+    ):
         with pytest.raises(UnsupportedError, match="FineGrainedFP8Config: .* expected"):
             experts(quantization_config=FineGrainedFP8Config(**wrong))
 
@@ -229,6 +233,19 @@ def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
     assert same_parameters(again, as_it_is)
     kept = {m.activation_format for m in again.modules() if hasattr(m, "rounding")}
     assert kept == {"fp8"}
+
+
+@pytest.mark.parametrize("weights", ["fp8", "both"])
+def test_experts_in_floats_are_folded_as_they_are_loaded(weights, tmp_path):
+    model_of("qwen3_moe", torch.float32).save_pretrained(tmp_path)
+    config, want = NVFP4Config(weights=weights), AutoModelForCausalLM.from_pretrained(tmp_path)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    fusion_moe.quantize_(want, config)
+    assert same_parameters(made, want)
+    tokens = torch.arange(8)[None]
+    with torch.inference_mode():
+        assert torch.equal(made(tokens).logits, want(tokens).logits)
+    assert {m.weights for m in made.modules() if getattr(m, "rounding", None)} == {weights}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])
