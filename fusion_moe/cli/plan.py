@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from ..offload import machine as machines
 from ..offload import plan as plans
 from .output import Result
 
+_GIB = re.compile(r"\d+(\.\d+)?")
 # bytes that the drivers of these GPUs show
 _MEMORY = {"H100": 81559 << 20, "H200": 143771 << 20}
 
@@ -87,7 +89,11 @@ def plan(
             where="plan",
         )
     memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
-    held = None if ram is None else plans.bytes_of(f"{ram}GiB" if ram.isdigit() else ram, "--ram")
+    held = (
+        None
+        if ram is None
+        else plans.bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
+    )
     model = plans.Model.of_directory(Directory.open(directory))
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     found = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")

@@ -82,6 +82,9 @@ def offload_(
     """
     device, memory = device_and_bytes(max_memory)
     need_one_of("experts_device", experts_device, EXPERTS_DEVICES, where=_WHERE)
+    for name, number in ("kv_tokens", kv_tokens), ("every", every):
+        if not isinstance(number, int) or number < 0:
+            raise OptionError(f"{name} = {number!r}", expected="0 or more", where=_WHERE)
     experts = _experts(model)
     sizes = plans.Model.of_module(model, experts)
     ram = max_memory.get("cpu")

@@ -83,13 +83,6 @@ def _plan(
     folder: str | Path | None,
 ) -> plans.Plan:
     """What goes where. OptionError for too little room."""
-    if not directory.quantization:
-        raise UnsupportedError(
-            "experts in floats",
-            expected="experts in few bits, which the host's kernels read",
-            todo="quantization_config=NVFP4Config() rounds them while they are read",
-            where=f"{_WHERE}: {directory.path}",
-        )
     model, free = plans.Model.of_directory(directory), _available()
     held = [] if ram is None else [plans.bytes_of(ram)]
     if free is not None:  # all but experts is read into memory first

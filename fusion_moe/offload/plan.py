@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoints import Directory
+from ..checkpoints.experts import hidden_layers_of, predicts_further_tokens
 from ..errors import OptionError, UnsupportedError
 from ..messages.units import amount, count
 from ..nn.frozen.experts import Experts
@@ -68,17 +70,30 @@ class Model:
 
     @classmethod
     def of_directory(cls, directory: Directory) -> Model:
-        """By the headers of a directory's files. UnsupportedError for one without experts."""
-        config = _text(directory.config)
-        sizes, rest = defaultdict[str, int](int), 0
+        """By the headers of a directory's files, without what predicts further tokens, which is
+        not loaded. UnsupportedError for one without experts in few bits.
+        """
+        config, hidden_layers = _text(directory.config), hidden_layers_of(directory.config)
+        sizes, rest, dtypes = defaultdict[str, int](int), 0, set[torch.dtype]()
         for name, entry in directory.tensors.items():
+            if predicts_further_tokens(name, hidden_layers):
+                continue
             if found := _EXPERTS.match(name):
                 sizes[found[1]] += entry.nbytes
+                dtypes.add(entry.dtype)
             else:
                 rest += entry.nbytes
         experts = _entry(config, _COUNTS)
         if not sizes or not experts:
             raise _no_experts(str(directory.path))
+        if all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+            raise UnsupportedError(
+                "experts in floats",
+                expected="experts in few bits, which the host's kernels read",
+                todo="fusion-moe quantize SRC DST rounds those of a directory; "
+                "from_pretrained(..., quantization_config=NVFP4Config()) while it reads them",
+                where=str(directory.path),
+            )
         macs = 3 * _entry(config, ("hidden_size",)) * _entry(config, _INNER)
         slots = _entry(config, _SLOTS) or 1
         return cls(

@@ -69,6 +69,15 @@ def test_model_of_a_directory_and_of_a_module():
     assert abs(of_files.rest / of_module.rest - 1) < 0.1  # buffers
 
 
+def test_layers_that_predict_further_tokens_are_not_planned(monkeypatch):
+    directory = Directory.open(MADE / "modelopt-qwen3_5_moe-mixed")
+    whole = plan.Model.of_directory(directory)
+    monkeypatch.setitem(directory.config, "num_hidden_layers", len(whole.layers) - 1)
+    fewer = plan.Model.of_directory(directory)
+    assert fewer.layers == whole.layers[:-1]
+    assert fewer.rest < whole.rest
+
+
 def test_offload(want):
     model = from_pretrained(MADE / NAME)
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -233,6 +242,7 @@ def test_errors_come_first(monkeypatch):
         ({"cpu": "1GiB"}, {}, "expected one device"),
         ({0: 1, 1: 1}, {}, "expected one device"),
         ({"pretended": 1}, {"experts_device": "gpu"}, "experts_device = 'gpu'"),
+        ({"pretended": room(3)}, {"kv_tokens": -1}, "kv_tokens = -1; expected 0 or more"),
     ):
         with pytest.raises(OptionError, match=match):
             offload_(model, memory, **more)
@@ -246,6 +256,8 @@ def test_errors_come_first(monkeypatch):
         from_pretrained(
             MADE / "bf16-qwen3_moe", max_memory={"pretended": 1, "cpu": 1}, experts_device="auto"
         )
+    with pytest.raises(OptionError, match=r"every = 1.5; expected 0 or more"):
+        offload_(model, {"pretended": room(3)}, every=1.5)
     monkeypatch.setattr(loading, "_available", lambda: 1000)
     with pytest.raises(OptionError, match=r"0 B of memory; expected .* offload_folder"):
         from_pretrained(MADE / NAME, max_memory={"pretended": room(3)}, kv_tokens=16)
@@ -347,6 +359,13 @@ def test_command(tmp_path, monkeypatch):
         assert other.exit_code == 2
         assert "one of H100, H200: how fast experts are copied to others" in other.output
     assert run(MADE / "nowhere").exit_code == 1
+    floats = run(MADE / "bf16-qwen3_moe")
+    assert floats.exit_code == 3
+    assert "experts in floats; expected experts in few bits" in floats.output
+    assert (
+        ", of 0.5 GiB"
+        in run(MADE / NAME, "--gpu-memory", small, "--ram", "0.5", "--kv-tokens", 0).stdout
+    )
 
 
 @pytest.mark.once

@@ -219,6 +219,7 @@ def test_no_training(golden):
                 "a gradient": lambda: torch.enable_grad()(found)(x, ids, w.requires_grad_()),
                 "adapters": lambda: add_lora_(torch.nn.Sequential(found)),
                 "parameters": lambda: found.requires_grad_(True),
+                "folded weights": lambda: fusion_moe.prepare_(found, weights="fp8"),
             }
         )
     )

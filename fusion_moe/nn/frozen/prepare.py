@@ -85,6 +85,13 @@ def prepare_(
         need_one_of("weights", weights, WEIGHTS, where="prepare_")
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+    for name, module in modules.items():
+        if weights not in (None, "packed") and isinstance(module, AdaptableModule) and module.fixed:
+            raise UnsupportedError(
+                f"weights = {weights!r} for {name or type(module).__name__}",
+                expected=module.fixed,
+                where="prepare_",
+            )
     kept: dict[str, str] = {}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
