@@ -275,6 +275,8 @@ def _undividable(
     """Why a module cannot be divided in this way, and what was expected; None if it can be."""
     if hasattr(module, "is_divided"):
         return "it is divided already", "a model that is not"
+    if why := getattr(module, "fixed", ""):
+        return "shares of it", why
     if getattr(module, "wrappers", None):
         return "adapters of PEFT", "adapters of add_lora_, which are divided too"
     config = getattr(module, "config", None)

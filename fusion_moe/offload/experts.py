@@ -46,7 +46,7 @@ class OffloadedExperts(Experts):
     _uses: Tensor  # i64[E]: how many slots named each expert,
     _new: Tensor  # and since the cache changed
 
-    fixed = "experts on one device: those that are offloaded do not train, and are not folded"
+    fixed = "experts on one device: those that are offloaded are not trained, folded or divided"
 
     @classmethod
     def of(

@@ -5,6 +5,7 @@ already, the result is the plain module's, bit for bit.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import threading
@@ -12,11 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from bad_calls import messages
 from experts import experts, float_weights, routed
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_moe
+from fusion_moe.distributed import parallelize_
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import Experts, swiglu
@@ -223,6 +227,19 @@ def test_no_training(golden):
             }
         )
     )
+
+
+def test_not_divided_between_ranks():
+    found = torch.nn.Sequential(offloaded(experts(E, H, I)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(UnsupportedError, match="0: shares of it; expected experts on one"):
+            parallelize_(found, mesh)
+    finally:
+        dist.destroy_process_group()
+        del mesh
+        gc.collect()
 
 
 def test_state_dicts():

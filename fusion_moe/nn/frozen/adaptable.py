@@ -25,7 +25,7 @@ class AdaptableModule(PackedModule):
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
     B [G, N, r], scale, and whether it is disabled. weights: what they are read as (folded.py);
     folded_from: from how many rows, if that is "both"; rounding: what folding them did; fixed: why
-    the module can have no adapter and no folded weights, "" if it can.
+    the module can have no adapter, no folded weights and no share of a rank, "" if it can.
     """
 
     projections: tuple[str, ...]
