@@ -187,7 +187,7 @@ class GroupMemory:
         """For kernels, and for all ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
+        self._of_all(None)
 
     def _in_a_file(self, nbytes: int) -> tuple[Any, list[int]]:
         """Of processes on CPUs: one file that all map, without a name when they have it."""
@@ -202,7 +202,7 @@ class GroupMemory:
                 where="dispatch='symmetric'",
             )
         whole = torch.from_file(name, shared=True, size=nbytes * self.ranks, dtype=torch.uint8)
-        dist.barrier(self.group)
+        self._wait()
         if self.rank == 0:
             with suppress(OSError):
                 Path(name).unlink()
