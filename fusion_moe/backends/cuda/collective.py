@@ -101,28 +101,37 @@ class Collective(Source):
         row, weight, made = self.of_slots(self.sums, self.memory)
         element, width = self.of_token(made, sent, self.sums), known(sent.type.shape[1])
         columns = PIECE // DTYPES[sent.type.dtype].itemsize
-        slots = known(self.op.values[1].type.shape[1])
+        slots, pieces = known(self.op.values[1].type.shape[1]), width // columns
+        count = 2 if pieces % 2 == 0 else 1  # that a thread makes at once
         return [
-            "combine.run([&](i32 t, u32 slots, i32 part) {",
+            f"combine.run<{count}>([&](i32 t, u32 slots, i32 part, uint4(&x)[{count}]) {{",
             *inner(
                 [
-                    f"float total[{columns}] = {{}};",
-                    f"sum_slots<{columns}, {slots}, {min(slots, _AT_ONCE)}>(",
-                    f"    total, {self.array(y)}, {width}, part * {columns}, slots,",
-                    f"    [&](i64 s) {row},",
+                    f"float totals[{count}][{columns}] = {{}};",
+                    f"sum_slots<{count}, {columns}, {min(slots, _AT_ONCE)}>(",
+                    f"    totals, {self.array(y)}, {width}, part * {columns}, {width // count},",
+                    f"    slots, [&](i64 s) {row},",
                     f"    [&](i64 s) {weight});",
-                    f"Vector<{stored(sent)}, {columns}> sum;",
                     "#pragma unroll",
-                    f"for (int v = 0; v < {columns}; ++v) {{",
+                    f"for (int n = 0; n < {count}; ++n) {{",
                     *inner(
                         [
-                            f"const i64 j = part * {columns} + v;",
-                            *made.lines,
-                            f"sum.at[v] = stored<{stored(sent)}>({element});",
+                            "const auto& total = totals[n];",
+                            f"Vector<{stored(sent)}, {columns}> sum;",
+                            "#pragma unroll",
+                            f"for (int v = 0; v < {columns}; ++v) {{",
+                            *inner(
+                                [
+                                    f"const i64 j = {columns} * part + {width // count} * n + v;",
+                                    *made.lines,
+                                    f"sum.at[v] = stored<{stored(sent)}>({element});",
+                                ]
+                            ),
+                            "}",
+                            "x[n] = reinterpret_cast<const uint4&>(sum);",
                         ]
                     ),
                     "}",
-                    "return reinterpret_cast<const uint4&>(sum);",
                 ]
             ),
             "});",

@@ -68,7 +68,7 @@ struct Call {
     static constexpr i32 RANKS = RANKS_, SLOTS = SLOTS_;
     static constexpr i32 PIECES = i32(ROW_BYTES / 16);                   // of a row
     static constexpr i32 SENDERS = SENDERS_, TAKERS = BLOCKS - SENDERS;  // blocks
-    static constexpr i32 MOST_OF_UNIT = 256;
+    static constexpr i32 MOST_OF_UNIT = 16;
     static constexpr i64 MOST_SLOTS = 32, ALIGN = 256, MOST_TOKENS = 65536;
     static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;  // experts of a rank
     static_assert(ROW_BYTES % 16 == 0 && RANKS <= 16 && SLOTS <= MOST_SLOTS);
@@ -91,10 +91,13 @@ struct Call {
     // The i-th rank to serve: others before this one, which begins with the next.
     __device__ __forceinline__ i32 served(i32 i) const { return (rank() + 1 + i) % RANKS; }
 
-    // Of some tokens, those that a block works at together; and how many units they are, at least
-    // one.
-    __device__ static __forceinline__ i32 unit(i32 tokens, i32 blocks) {
-        return min(max((tokens + blocks - 1) / blocks, 1), MOST_OF_UNIT);
+    // Of so many tokens of some ranks, those of one that a block works at together: few, so that
+    // tokens are taken in about the order in which they come, and blocks have equally much to do;
+    // and how many units they are, at least one.
+    __device__ static __forceinline__ i32 unit(i32 tokens, i32 ranks, i32 blocks) {
+        const i32 at_once = blocks * MOST_OF_UNIT, turns = (tokens * ranks + at_once - 1) / at_once,
+                  units = max(turns * blocks / ranks, 1);
+        return min(max((tokens + units - 1) / units, 1), MOST_OF_UNIT);
     }
     __device__ static __forceinline__ i32 count(i32 tokens, i32 unit) {
         return max((tokens + unit - 1) / unit, 1);
@@ -302,14 +305,14 @@ struct Dispatch {
         griddepcontrol_wait();
         const u64 epoch = e.begin();
         if (blockIdx.x < e.SENDERS) {
-            const i32 unit = e.unit(e.most, e.SENDERS);
+            const i32 unit = e.unit(e.most, 1, e.SENDERS);
             for (i32 i = blockIdx.x; i < e.count(e.most, unit); i += e.SENDERS)
                 send(i * unit, min((i + 1) * unit, e.most), epoch);
         } else {
             e.greet(tokens, epoch, OF_IDS);
-            const i32 unit = e.unit((RANKS - 1) * e.most, e.TAKERS), units = e.count(e.most, unit);
+            const i32 unit = e.unit(e.most, OTHERS, e.TAKERS), units = e.count(e.most, unit);
             for (i32 i = blockIdx.x - e.SENDERS; i < (RANKS - 1) * units; i += e.TAKERS) {
-                const i32 from = e.served(RANKS - 2 - i / units), first = i % units * unit;
+                const i32 from = e.served(i % OTHERS), first = i / OTHERS * unit;
                 take(from, first, min(first + unit, e.most), epoch);
             }
         }
@@ -318,7 +321,7 @@ struct Dispatch {
 
   private:
     static constexpr i32 RANKS = Call::RANKS, SLOTS = Call::SLOTS, PIECES = Call::PIECES,
-                         AT_ONCE = 4;
+                         OTHERS = RANKS > 1 ? RANKS - 1 : 1, AT_ONCE = 4;
 
     template <class Piece, class Bytes>
     __device__ __forceinline__ static auto rows_at(Bytes* x, Bytes* scales, i64 row) {
@@ -412,25 +415,31 @@ struct Dispatch {
     }
 };
 
-// The sum over some slots of weight(s) * y[row(s)][j .. j + V - 1], in their order; AT_ONCE of them
-// are read before any is added.
-template <int V, i32 SLOTS, i32 AT_ONCE, class T, class Row, class Weight>
-__device__ __forceinline__ void sum_slots(float (&total)[V], const T* y, i64 width, i64 j,
-                                          u32 slots, Row row, Weight weight) {
-#pragma unroll
-    for (i32 first = 0; first < SLOTS; first += AT_ONCE) {
-        Vector<T, V> found[AT_ONCE];
+// The sums over some slots of weight(s) * y[row(s)][j .. j + V - 1], in their order, for j and the
+// N - 1 that are `apart`; AT_ONCE of them are read before any is added.
+template <int N, int V, i32 AT_ONCE, class T, class Row, class Weight>
+__device__ __forceinline__ void sum_slots(float (&total)[N][V], const T* y, i64 width, i64 j,
+                                          i64 apart, u32 slots, Row row, Weight weight) {
+    while (slots) {
+        Vector<T, V> found[AT_ONCE][N];
         float factor[AT_ONCE];
+        u32 left = slots;
 #pragma unroll
-        for (i32 s = 0; s < AT_ONCE; ++s)
-            if (slots >> (first + s) & 1)
-                found[s] = load_vector<V>(y + row(first + s) * width + j),
-                factor[s] = weight(first + s);
+        for (i32 s = 0; s < AT_ONCE; ++s, left &= left - 1) {
+            if (left == 0) continue;
+            const i32 slot = __ffs(left) - 1;
+            const T* const at = y + row(slot) * width + j;
+            factor[s] = weight(slot);
 #pragma unroll
-        for (i32 s = 0; s < AT_ONCE; ++s)
-            if (slots >> (first + s) & 1)
+            for (int n = 0; n < N; ++n) found[s][n] = load_vector<V>(at + n * apart);
+        }
 #pragma unroll
-                for (int v = 0; v < V; ++v) total[v] += widen(found[s].at[v]) * factor[s];
+        for (i32 s = 0; s < AT_ONCE; ++s, slots &= slots - 1)
+            if (slots)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int v = 0; v < V; ++v) total[n][v] += widen(found[s][n].at[v]) * factor[s];
     }
 }
 
@@ -448,24 +457,27 @@ struct CombineFrom {
 
     // Rows [RANKS * most] as they are.
     __device__ void copy(const void* made) const {
-        run([=](i32 row, u32, i32 part) {
-            return static_cast<const uint4*>(made)[i64(row) * PIECES + part];
+        constexpr i32 N = PIECES % 4 == 0 ? 4 : 1;
+        run<N>([=](i32 row, u32, i32 part, uint4(&x)[N]) {
+#pragma unroll
+            for (i32 n = 0; n < N; ++n)
+                x[n] = static_cast<const uint4*>(made)[i64(row) * PIECES + part + n * PIECES / N];
         });
     }
 
-    // made(row, slots, part): 16 bytes of a row, to which only these slots of its token have
-    // something to add.
-    template <class Made>
+    // made(row, slots, part, x): N pieces of a row, PIECES / N apart from `part` on, to which only
+    // these slots of its token have something to add.
+    template <i32 N, class Made>
     __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
         const u64 epoch = e.begin();
         if (blockIdx.x < e.SENDERS) {
-            const i32 unit = e.unit(RANKS * e.most, e.SENDERS), units = e.count(e.most, unit);
+            const i32 unit = e.unit(e.most, RANKS, e.SENDERS), units = e.count(e.most, unit);
             for (i32 i = blockIdx.x; epoch && i < RANKS * units; i += e.SENDERS)
-                send(e.served(i / units), i % units * unit, unit, epoch, made);
+                send<N>(e.served(i % RANKS), i / RANKS * unit, unit, epoch, made);
         } else {
             e.greet(tokens, epoch, OF_BACK);
-            const i32 unit = e.unit(tokens, e.TAKERS);
+            const i32 unit = e.unit(tokens, 1, e.TAKERS);
             for (i32 i = blockIdx.x - e.SENDERS; i < e.count(tokens, unit); i += e.TAKERS)
                 add(i * unit, min((i + 1) * unit, tokens), epoch);
         }
@@ -478,8 +490,10 @@ struct CombineFrom {
                          AT_ONCE = RANKS < 4 ? RANKS : 4;
     static constexpr u32 MASK = (1 << AT_ONCE) - 1;
 
-    template <class Made>
+    template <i32 N, class Made>
     __device__ __forceinline__ void send(i32 to, i32 first, i32 unit, u64 epoch, Made made) const {
+        static_assert(PIECES % N == 0);
+        constexpr i32 APART = PIECES / N;
         __shared__ u32 slots[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = to * e.most;
         const i32 end = min(first + unit, ends[to] - before);
@@ -487,11 +501,14 @@ struct CombineFrom {
             slots[t - first] = e.slots_here(all_ids + (before + t) * SLOTS);
         uint4* const there = e.row(to, mine, first, epoch);
         __syncthreads();
-        for (i32 i = threadIdx.x; i < (end - first) * PIECES; i += blockDim.x) {
-            const i32 t = i / PIECES;
-            if (slots[t])
-                store_relaxed_system(there + i,
-                                     sent(made(before + first + t, slots[t], i % PIECES)));
+        for (i32 i = threadIdx.x; i < (end - first) * APART; i += blockDim.x) {
+            const i32 t = i / APART, part = i % APART;
+            if (slots[t] == 0) continue;
+            uint4 x[N];
+            made(before + first + t, slots[t], part, x);
+#pragma unroll
+            for (i32 n = 0; n < N; ++n)
+                store_relaxed_system(there + t * PIECES + part + n * APART, sent(x[n]));
         }
         __syncthreads();
     }
