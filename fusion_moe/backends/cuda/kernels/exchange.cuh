@@ -11,10 +11,11 @@
 // that. What ranks send has two places, for even and for odd epochs: so nothing is overwritten
 // before it was taken.
 //
-// A call is a kernel. Its first blocks send and wait for nobody; the others take what these and
-// other ranks send. All run at once, and leave room for kernels of other streams. A rank that waits
-// too long gives up for good: it reports the other rank, goes on without what did not come, and
-// sends nothing any more, so that the others end as well.
+// A call is a kernel. Its first blocks send, and wait for nobody before they have sent everything;
+// the others take what these and other ranks send, and the first help them in the end. All run at
+// once, and leave room for kernels of other streams. A rank that waits too long gives up for good:
+// it reports the other rank, goes on without what did not come, and sends nothing any more, so that
+// the others end as well.
 //
 // Token t of rank s is row s * most + t on all ranks: `most` is the same on all of them, and at
 // least the tokens that any has. Ids of all tokens go to all ranks; a token's row only to those
@@ -68,7 +69,7 @@ struct Call {
     static constexpr i32 RANKS = RANKS_, SLOTS = SLOTS_;
     static constexpr i32 PIECES = i32(ROW_BYTES / 16);                   // of a row
     static constexpr i32 SENDERS = SENDERS_, TAKERS = BLOCKS - SENDERS;  // blocks
-    static constexpr i32 MOST_OF_UNIT = 16;
+    static constexpr i32 MOST_OF_UNIT = 16, LATE = 3;  // of so many units, one is taken late
     static constexpr i64 MOST_SLOTS = 32, ALIGN = 256, MOST_TOKENS = 65536;
     static constexpr i32 EACH = (EXPERTS + RANKS - 1) / RANKS;  // experts of a rank
     static_assert(ROW_BYTES % 16 == 0 && RANKS <= 16 && SLOTS <= MOST_SLOTS);
@@ -101,6 +102,16 @@ struct Call {
     }
     __device__ static __forceinline__ i32 count(i32 tokens, i32 unit) {
         return max((tokens + unit - 1) / unit, 1);
+    }
+
+    // In each block, after it has sent what it sends: takes its part of some units. Blocks that
+    // sent take the last ones, if there are more than others take at once.
+    template <class Take>
+    __device__ __forceinline__ void take_all(i32 units, Take take) const {
+        const i32 block = blockIdx.x, early = max(units - units / LATE, min(units, TAKERS));
+        const bool sent = block < SENDERS;
+        const i32 end = sent ? units : early, step = sent ? SENDERS : TAKERS;
+        for (i32 i = sent ? early + block : block - SENDERS; i < end; i += step) take(i);
     }
 
     // Where things lie in the region of a rank.
@@ -308,14 +319,13 @@ struct Dispatch {
             const i32 unit = e.unit(e.most, 1, e.SENDERS);
             for (i32 i = blockIdx.x; i < e.count(e.most, unit); i += e.SENDERS)
                 send(i * unit, min((i + 1) * unit, e.most), epoch);
-        } else {
-            e.greet(tokens, epoch, OF_IDS);
-            const i32 unit = e.unit(e.most, OTHERS, e.TAKERS), units = e.count(e.most, unit);
-            for (i32 i = blockIdx.x - e.SENDERS; i < (RANKS - 1) * units; i += e.TAKERS) {
-                const i32 from = e.served(i % OTHERS), first = i / OTHERS * unit;
-                take(from, first, min(first + unit, e.most), epoch);
-            }
         }
+        e.greet(tokens, epoch, OF_IDS);
+        const i32 unit = e.unit(e.most, OTHERS, e.TAKERS);
+        e.take_all((RANKS - 1) * e.count(e.most, unit), [&](i32 i) {
+            const i32 from = e.served(i % OTHERS), first = i / OTHERS * unit;
+            take(from, first, min(first + unit, e.most), epoch);
+        });
         e.end();
     }
 
@@ -475,12 +485,11 @@ struct CombineFrom {
             const i32 unit = e.unit(e.most, RANKS, e.SENDERS), units = e.count(e.most, unit);
             for (i32 i = blockIdx.x; epoch && i < RANKS * units; i += e.SENDERS)
                 send<N>(e.served(i % RANKS), i / RANKS * unit, unit, epoch, made);
-        } else {
-            e.greet(tokens, epoch, OF_BACK);
-            const i32 unit = e.unit(tokens, 1, e.TAKERS);
-            for (i32 i = blockIdx.x - e.SENDERS; i < e.count(tokens, unit); i += e.TAKERS)
-                add(i * unit, min((i + 1) * unit, tokens), epoch);
         }
+        e.greet(tokens, epoch, OF_BACK);
+        const i32 unit = e.unit(tokens, 1, e.TAKERS);
+        e.take_all(e.count(tokens, unit),
+                   [&](i32 i) { add(i * unit, min((i + 1) * unit, tokens), epoch); });
         e.end();
     }
 
