@@ -115,6 +115,37 @@ def test_sums_are_made_where_they_are_sent(rows):
 
 @needs_nvdisasm
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize(
+    ("tokens", "layout", "ordered"),
+    [(500, "w16x64", True), (500, "linear", False), (5, "w16x64", False)],
+)
+def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, ordered):
+    """Of large-M kernels: nothing reorders them where they come."""
+    ranks, slots, h, inner = 4, 3, 512, 256
+    weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
+    fusion = fusion_of_call(
+        "fused_experts",
+        *tokens_of(tokens, slots, h),
+        *weights,
+        weight_format="nvfp4",
+        weight_layout=layout,
+        first_expert=8,
+        peers=meta(ranks + 4, dtype=torch.int64),
+        across="g",
+        of_experts=32,
+    )
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
+    assert joined
+    found = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), H200)
+    assert (found.steps[0].next == 1) == (found.steps[1].previous == 0) == ordered
+    assert "reorder_activations" not in [kernel.name for kernel in found.kernels]
+    (dispatch,) = found.steps[0].kernels
+    assert not spills(sass(build(dispatch, H200)))
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 def test_gradients_take_the_same_kernels():
     """There before all products, and back before those for weights."""
     ranks, tokens, slots, h, inner = 4, 6, 3, 256, 128
@@ -171,7 +202,9 @@ def test_ranks_keep_to_the_protocol(tmp_path):
     stands for words that have not come; a rank that is silent, that dies after it has sent, that is
     in another layer, that has no memory.
     """
-    copy(tmp_path, KERNELS / "exchange.cuh", HERE / "exchange.cpp")
+    copy(tmp_path, *(KERNELS / f"{name}.cuh" for name in ("exchange", "fragment_order")))
+    copy(tmp_path, HERE / "exchange.cpp")
+    (tmp_path / "memory.cuh").write_text('#include "ragged.cuh"')
     made = compiled(tmp_path, "", "-g", "-fsanitize=thread", name="exchange")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)

@@ -18,10 +18,11 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cuda import collective
 from fusion_moe.distributed.symmetric import region_bytes
-from fusion_moe.encodings import FP8_E8M0, NVFP4, quantize
+from fusion_moe.encodings import ENCODINGS, FP8_E8M0, NVFP4, quantize
 from fusion_moe.errors import RankError
 from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.kinds.collectives import PEERS
+from fusion_moe.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 E, H, I, K, ROOM = 8, 512, 256, 3, 600
@@ -33,7 +34,7 @@ Given = tuple[Tensor, Tensor, Tensor]
 class Ranks:
     """All of a group: their memory, streams and shares of the experts."""
 
-    format, rows = "nvfp4", "bf16"
+    format, rows, layout = "nvfp4", "bf16", "linear"
 
     def __init__(self, count: int, limit: int = LONG):
         self.count, self.each = count, -(-E // count)
@@ -49,7 +50,9 @@ class Ranks:
         self.shares = [
             [self.stored(w[r * self.each :][: self.each]) for w in whole] for r in range(count)
         ]
-        self.on_gpu = [[[t.cuda() for t in part] for part in share] for share in self.shares]
+        self.on_gpu = [
+            [[t.cuda() for t in self.packed(part)] for part in share] for share in self.shares
+        ]
         for stream in self.streams:  # no memory is asked of the driver while a rank waits
             with torch.cuda.stream(stream):
                 sizes = 64 << 20, *[1 << 20] * 8
@@ -59,6 +62,9 @@ class Ranks:
     def stored(self, weight: Tensor) -> list[Tensor]:
         return [*quantize(weight, NVFP4)]
 
+    def packed(self, parts: list[Tensor]) -> Sequence[Tensor]:
+        return LAYOUTS[self.layout].pack(*parts, encoding=ENCODINGS[self.format])
+
     def call(self, rank: int, given: Given, capacity: int = 0, device: str = "cuda") -> Any:
         on_gpu = device == "cuda"
         peers = self.peers[rank] if on_gpu else torch.zeros(PEERS + self.count).long()
@@ -66,6 +72,7 @@ class Ranks:
             *given,
             *(self.on_gpu if on_gpu else self.shares)[rank],
             weight_format=self.format,
+            weight_layout=self.layout if on_gpu else "linear",
             activation_format=self.rows,
             first_expert=rank * self.each,
             peers=peers,
@@ -105,6 +112,12 @@ class Coded(Ranks):
 
     def stored(self, weight: Tensor) -> list[Tensor]:
         return [*quantize(weight, FP8_E8M0)]
+
+
+class Tiled(Ranks):
+    """Weights in an order that large-M kernels read, too: rows travel in theirs."""
+
+    layout = "w16x64"
 
 
 class Training(Ranks):
@@ -156,7 +169,7 @@ def inference():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(("count", "kind"), [(2, Ranks), (4, Ranks), (4, Coded)])
+@pytest.mark.parametrize(("count", "kind"), [(2, Ranks), (4, Ranks), (4, Coded), (4, Tiled)])
 def test_ranks_compute_what_the_reference_does(count, kind):
     """Equally many tokens and different numbers, none among them; calls of other sizes follow."""
     ranks = kind(count)

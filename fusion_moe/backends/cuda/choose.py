@@ -14,6 +14,7 @@ from ...arch import Arch
 from ...ir.binding import nbytes
 from ...runtime import memory
 from ...runtime.memory import Memory
+from .collective import Collective
 from .dataflow import Inner, Parts
 from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
@@ -113,7 +114,10 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
         s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant)
         for s in sources
     ]
-    links = [(i, j) for i, j in parts.links if all(chosen[n].may_chain for n in (i, j))]
+    may_chain = [
+        isinstance(s, Collective) or c.may_chain for s, c in zip(sources, chosen, strict=True)
+    ]
+    links = [(i, j) for i, j in parts.links if may_chain[i] and may_chain[j]]
     for i, j in links:
         chosen[i], chosen[j] = (
             replace(chosen[i], writes_fragment_order=True),

@@ -19,6 +19,7 @@ from ..inexpressible import Inexpressible
 from .heuristics import Chosen
 from .source import KernelSource, Sizes, Source
 
+_K_BLOCK = 64  # columns: kernels/fragment_order.cuh
 _HEADERS = ("exchange.cuh",)
 _THREADS = 768  # more would have too few registers
 _AT_ONCE = 4  # slots that a thread reads at once
@@ -57,7 +58,17 @@ class Collective(Source):
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The one that sends, and waits."""
         blocks = _blocks(arch)
-        return self.once(self._dispatch if self.sends else self._combine_from, blocks)
+        if self.sends:
+            return self.once(self._dispatch, blocks, chosen.writes_fragment_order)
+        return self.once(self._combine_from, blocks)
+
+    @property
+    def in_any_order(self) -> tuple[Value, int] | None:
+        """The rows that others sent, if these are 16-bit numbers in whole K blocks."""
+        rows = self.op.outputs[0]
+        width, plain_rows = known(rows.type.shape[1]), len(self._parts) == 1
+        fits = plain_rows and DTYPES[rows.type.dtype].itemsize == 2 and width % _K_BLOCK == 0
+        return (rows, width) if self.sends and fits else None
 
     def _call(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
@@ -73,7 +84,7 @@ class Collective(Source):
     def _kernel(self, name: str, body: Sequence[str], blocks: int) -> list[KernelSource]:
         return [self.kernel(name, body, blocks, headers=_HEADERS, threads=_THREADS)]
 
-    def _dispatch(self, blocks: int) -> list[KernelSource]:
+    def _dispatch(self, blocks: int, fragment_order: bool) -> list[KernelSource]:
         x, ids, w, _, *scales = self.op.values
         of, call = self._call(blocks)
         tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
@@ -81,8 +92,8 @@ class Collective(Source):
         beside = *map(self.array, scales), *all_scales
         given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends, *beside])
         equal = str(self.groups.stride == plain(ids.type.shape[0])).lower()
-        pieces = "".join(f", {n // PIECE}" for n in self._parts[1:])
-        dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}{pieces}>"
+        pieces, order = sum(self._parts[1:]) // PIECE, str(fragment_order).lower()
+        dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}, {pieces}, {order}>"
         return self._kernel("dispatch", [f"{dispatch}{{{given}}}.run();"], blocks)
 
     def _combine_from(self, blocks: int) -> list[KernelSource]:

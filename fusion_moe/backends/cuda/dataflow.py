@@ -99,8 +99,8 @@ class Parts:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """(i, j) if only the product of part j reads the result of the product of part i: in any
-        order of columns, if both agree.
+        """(i, j) if only the product of part j reads the result of part i: in any order of columns,
+        if both agree.
         """
         return tuple(
             (i, j)
@@ -161,19 +161,16 @@ def _is_ends(array: Value | Array) -> bool:
 
 
 def _linked(maker: Part, v: Value, after: Source) -> bool:
-    """Whether v is the first result of a product, in rows of the next product's width, which reads
-    them only as activations.
+    """Whether v is made in any order, in rows of the next product's width, which reads them only as
+    activations.
     """
-    before = maker.source
-    if (
-        not isinstance(before, Product)
-        or not isinstance(after, Product)
-        or after.plan.kind == "dgrad"
-    ):
-        return False
-    plan, own = before.plan, dict(zip(maker.outputs, before.fusion.outputs, strict=True))
-    first = own[v] in plan.rows[:1] and plan.one_width and not plan.combine
-    return first and plan.width == after.plan.k and _only_activations(after)
+    own = dict(zip(maker.outputs, maker.source.fusion.outputs, strict=True))
+    return (
+        isinstance(after, Product)
+        and after.plan.kind != "dgrad"
+        and maker.source.in_any_order == (own[v], after.plan.k)
+        and _only_activations(after)
+    )
 
 
 def _one_result(source: Source) -> bool:

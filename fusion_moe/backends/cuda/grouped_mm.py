@@ -140,6 +140,13 @@ class Product(PlannedSource):
             any_size=True,
         )
 
+    @property
+    def in_any_order(self) -> tuple[Value, int] | None:
+        """The first result, if its rows are stored as they are."""
+        plan = self.plan
+        stored = plan.rows and plan.one_width and not plan.combine
+        return (plan.rows[0], plan.width) if stored else None
+
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed, or needed in fragment order; the product; sums of
         its rows.

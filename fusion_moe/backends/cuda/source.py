@@ -222,6 +222,11 @@ class Source(Writer):
         return self._once[make, of]
 
     @property
+    def in_any_order(self) -> tuple[Value, int] | None:
+        """The result, and its number of columns, that can be in fragment order, too."""
+        return None
+
+    @property
     def made_later(self) -> list[Value]:
         """The values that are not in memory when routing runs."""
         first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}

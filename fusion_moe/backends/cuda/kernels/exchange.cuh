@@ -22,6 +22,7 @@
 // that have an expert of it. Other rows are neither written nor read.
 #pragma once
 
+#include "fragment_order.cuh"
 #include "ragged.cuh"
 #include "system.cuh"
 
@@ -297,8 +298,9 @@ struct Rows {
 // Sends a rank's tokens to the ranks that have their experts, and awaits those of all ranks: ids,
 // -1 for a row that is of no token or did not come; weights; the rows of this rank's experts; the
 // row after each rank's last token. EQUAL: all ranks have `most` tokens. SCALES: how many pieces of
-// a row are its scales.
-template <class Call, class Id, class Weight, bool EQUAL, i32 SCALES = 0>
+// a row are its scales. FRAGMENT_ORDER: whether rows come in the order in which products read them.
+template <class Call, class Id, class Weight, bool EQUAL, i32 SCALES = 0,
+          bool FRAGMENT_ORDER = false>
 struct Dispatch {
     Call e;
     i32 tokens;
@@ -333,6 +335,12 @@ struct Dispatch {
     static constexpr i32 RANKS = Call::RANKS, SLOTS = Call::SLOTS, PIECES = Call::PIECES,
                          OTHERS = RANKS > 1 ? RANKS - 1 : 1, AT_ONCE = 4;
 
+    // rows of 16-bit numbers
+    __device__ __forceinline__ static uint4 in_fragment_order(const uint4* x, i32 piece) {
+        const auto found = fragment_piece(reinterpret_cast<const bf16*>(x), piece);
+        return reinterpret_cast<const uint4&>(found);
+    }
+
     template <class Piece, class Bytes>
     __device__ __forceinline__ static auto rows_at(Bytes* x, Bytes* scales, i64 row) {
         return Rows<Piece, PIECES - SCALES, SCALES>{static_cast<Piece*>(x),
@@ -350,7 +358,8 @@ struct Dispatch {
         const auto read = [&](i32 i) {
 #pragma unroll
             for (i32 n = 0; n < AT_ONCE; ++n)
-                if (const i32 at = i + n * blockDim.x; at < pieces) part[n] = *here.at(at);
+                if (const i32 at = i + n * blockDim.x; at < pieces)
+                    part[n] = FRAGMENT_ORDER ? in_fragment_order(here.first, at) : *here.at(at);
         };
         read(threadIdx.x);
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
