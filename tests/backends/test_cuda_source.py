@@ -849,12 +849,12 @@ def test_ends_that_a_fusion_fills(filled, kernels):
 
 
 def test_local_experts():
-    """A block more sorts the rows of ids that name no group; only if all experts are here are those
-    other than -1 reported.
+    """A block more, of many ids eight, sorts the rows of ids that name no group; only if all
+    experts are here are those other than -1 reported, and few.
     """
-    for first_expert, route, of_many in (
-        (None, "Route<i64>{", "Route<i64, false, 4>{"),
-        (32, "Route<i64, true>{", "Route<i64, true, 4>{"),
+    for first_expert, route, of_many, rest in (
+        (None, "Route<i64>{", "Route<i64, false, 4>{", 1),
+        (32, "Route<i64, true>{", "Route<i64, true, 4, 8>{", 8),
     ):
         up, down = sources(first_expert=first_expert)
         routing, product = (
@@ -865,6 +865,7 @@ def test_local_experts():
         assert route in routing.text
         many = next(x for x in launches(up, 4096) if x.name == "route")
         assert of_many in many.text
+        assert many.blocks == 128 + rest
         assert f", {first_expert or 0}, i32(rows()), number);" in product.text  # by ids
     build_all([routing, many, product, *launches(down, 4)], H200)
 

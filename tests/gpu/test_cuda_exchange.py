@@ -174,7 +174,7 @@ def test_ranks_compute_what_the_reference_does(count, kind):
     """Equally many tokens and different numbers, none among them; calls of other sizes follow."""
     ranks = kind(count)
     for numbers, capacity in (
-        *(((n,) * count, 0) for n in (1, 7, 300, 3)),
+        *(((n,) * count, 0) for n in (1, 7, ROOM, 3)),
         *((tuple((5 * r) % 9 for r in range(count)), most) for most in (9, 19)),
         ((0,) * count, 4),
     ):

@@ -37,8 +37,9 @@ MAX_RESIDENT = 16  # blocks of an elementwise kernel
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
 _MAX_WARPS = 32
 # a lane of `route` reads so many ids at once if there are more than the first, and no more groups:
-# its registers leave a multiprocessor one block
-_FEW_IDS, _FEW_GROUPS, _IDS_OF_LANE = 4096, 128, 4
+# its registers leave a multiprocessor one block. Of a share of experts most ids may name none: so
+# many blocks place those
+_FEW_IDS, _FEW_GROUPS, _IDS_OF_LANE, _REST_BLOCKS = 4096, 128, 4, 8
 # of a combine: threads of a block, few so that one fits beside the blocks before it; slots that a
 # thread reads at once
 _SUM_THREADS, _SLOTS = 64, 8
@@ -393,14 +394,18 @@ class Source(Writer):
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         types, first = stored(ids), op.attrs.get("first_expert")
+        rest = 1
         if first is not None:
             given = f"{given}, {first}"
         if first is not None or ids_of_lane > 1:
             types += f", {str(first is not None).lower()}"
         if ids_of_lane > 1:
             types += f", {ids_of_lane}"
+        if first is not None and ids_of_lane > 1:
+            rest = _REST_BLOCKS
+            types += f", {rest}"
         body = [*self.WAIT, f"Route<{types}>{{{given}}}.run();"]
-        return self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS)
+        return self.kernel("route", body, groups + rest, threads=32 * _MAX_WARPS)
 
     def _place(self, op: Op) -> KernelSource:
         (ids, places), (made,) = op.values, op.outputs

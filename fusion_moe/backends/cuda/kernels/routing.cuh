@@ -12,9 +12,9 @@
 namespace {
 
 // Sorts the rows of ids [T, slots] by group. Each warp of a block reads a run of ids, a lane V that
-// follow each other. Group 0 has the id `first`. One more block than there are groups places the
-// rows of ids that name none, past the last end; unless LOCAL, it reports those other than -1.
-template <class Id, bool LOCAL = false, int V = 1>
+// follow each other. Group 0 has the id `first`. REST more blocks than there are groups place the
+// rows of ids that name none, past the last end; unless LOCAL, they report those other than -1.
+template <class Id, bool LOCAL = false, int V = 1, int REST = 1>
 struct Route {
     const Id* ids;  // [T, slots]
     i32 count, slots, groups;
@@ -22,13 +22,13 @@ struct Route {
     i64* error;
     i32 first = 0;
 
-    // Writes the end and the rows of the block's group.
+    // Writes the end and the rows of the block's group; one of REST those that some warps read.
     __device__ void run() const {
         __shared__ i32 before[MOST_WARPS],
             same[MOST_WARPS];  // ids of the groups before and of this one, that each warp has
         const i32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const i32 each = (count + i32(blockDim.x) * V - 1) / (i32(blockDim.x) * V) * (32 * V);
-        const i32 mine = blockIdx.x, from = warp * each + lane * V;
+        const i32 block = blockIdx.x, mine = min(block, groups), from = warp * each + lane * V;
         i32 lower = 0, equal = 0;
 #pragma unroll UNROLLED
         for (i32 i = 0; i < each; i += 32 * V) {
@@ -43,7 +43,8 @@ struct Route {
         const i32 of_warp = lane < warps ? before[lane] + (lane < warp ? same[lane] : 0) : 0;
         i32 row = __reduce_add_sync(WHOLE_WARP, of_warp);
         if (threadIdx.x == blockDim.x - 1 && mine < groups) ends[mine] = row + equal;
-        if (equal > 0) place(from, each, mine, row);
+        if (equal > 0 && (mine < groups || warp % REST == block - groups))
+            place(from, each, mine, row);
     }
 
   private:
