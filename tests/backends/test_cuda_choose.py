@@ -114,6 +114,63 @@ def test_what_follows_what_is_a_fact():
     assert all(p.matrix is not None for p in call_of(products("", "add")).parts.parts)
 
 
+def layer(change: str) -> Fusion:
+    """A product of sorted rows, another one, and the sums of tokens, with something in between."""
+    fd = FusionDefinition()
+    tokens, groups = fd.define_size("t"), fd.define_groups("g", GROUPS)
+    x = fd.define_tensor(shape=[tokens, K], dtype="bf16")
+    ids = fd.define_tensor(shape=[tokens, 2], dtype="i64")
+    w = fd.define_tensor(shape=[tokens, 2], dtype="f32")
+    offs = fd.define_tensor(shape=[GROUPS], dtype="i32")
+    bias, *weights = (
+        fd.define_tensor(shape=[GROUPS, *shape], dtype="bf16") for shape in ([K], [K, K], [K, K])
+    )
+    ends, row_of, slot_of = fd.ops.route(ids, groups=groups, first_expert=4)
+    up = fd.ops.cast(
+        fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), weights[0], ends), dtype="bf16"
+    )
+    rows, of_rows = up, ends
+    if change == "other rows":
+        rows = fd.ops.index_select(up, fd.ops.invert(slot_of, rows=up.type.shape[0]), dim=0)
+    elif change == "other groups":
+        of_rows = fd.ops.ends(offs, rows=tokens * 2, groups=fd.define_groups("h", GROUPS))
+        rows = fd.ops.partition(fd.ops.reshape(up, new_shape=[tokens * 2, K]), of_rows)
+    y = fd.ops.cast(fd.ops.grouped_mm(rows, weights[1], of_rows), dtype="bf16")
+    if change == "a bias":
+        y = fd.ops.group_add(y, bias, of_rows)
+    elif change == "plus one":
+        y = fd.ops.add(y, 1.0)
+    fd.add_output(fd.ops.combine(y, slot_of, w))
+    if change in ("first stored", "second stored"):
+        fd.add_output(up if change == "first stored" else y)
+    return fd.fusion()
+
+
+@pytest.mark.parametrize(
+    ("change", "unread"),
+    [
+        ("nothing", {0, 1}),
+        ("a bias", {0, 1}),
+        ("plus one", set()),
+        ("first stored", {1}),
+        ("second stored", set()),
+        ("other rows", {1}),
+        ("other groups", {1}),
+    ],
+)
+def test_rows_of_no_group_that_nothing_reads(change, unread):
+    """Products leave them out, by kernels of variants and by one that has none, where sums do."""
+    call = call_of(layer(change))
+    assert call.parts.without_rest == unread
+    for tokens in (40, 4000):
+        steps = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
+        for i, step in enumerate(steps):
+            (kernel,) = (k for k in step.kernels if k.given or "gemm_" in k.name)
+            told = kernel.given.numbers[1] if kernel.given else kernel.text
+            unwritten = told == 2**31 - 2 if kernel.given else "UNBOUNDED - 1}" in told
+            assert unwritten == (i in unread)
+
+
 def test_large_m_kernels_that_follow_each_other_are_chained():
     for rows, pairs in ((1500, [(None, 1), (0, 2), (1, None)]), (8, [(None, None)] * 3)):
         found = choice_of(products("", "", ""), rows)

@@ -7,6 +7,7 @@ Slots with the id -1 are of no expert, whoever holds which.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,11 @@ from ways import HOW, every_way
 
 import fusion_moe
 from fusion_moe import ops
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import GroupsError
+from fusion_moe.ir.types import DTYPES
 from fusion_moe.nn.frozen.custom import in_steps
+from fusion_moe.runtime import memory
 
 E, T, K, H, I = 8, 21, 3, 32, 16
 SHARES = ((0, 3), (3, 4), (7, 1))  # first, count
@@ -114,6 +118,76 @@ def places_of(here: list[int], experts: int = E) -> Tensor:
     places = torch.full((experts,), -1, dtype=torch.int32)
     places[here] = torch.arange(len(here), dtype=torch.int32)
     return places
+
+
+def poison() -> None:
+    """Makes the memory that a thread keeps for calls hold NaN."""
+    held, _ = memory._of_thread.kept
+    held.fill_(255)
+
+
+@pytest.fixture
+def poisoned():
+    """All memory holds NaN when it is allocated."""
+    torch.use_deterministic_algorithms(True)  # which fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+LORA = {
+    "gate_up_lora_a": (4, H),
+    "gate_up_lora_b": (2 * I, 4),
+    "down_lora_a": (4, I),
+    "down_lora_b": (H, 4),
+}
+
+
+@pytest.mark.parametrize("order", ["free", "row"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"weight_format": "nvfp4"},
+        {"weight_format": "nvfp4", "lora": True, "bias": True},
+        {"weight_format": "nvfp4", "scale_on": "input"},
+        {"weight_format": "nvfp4", "activation_format": "int8"},
+        {"weight_format": "bf16"},
+        {"weight_format": "f32", "bias": True},
+    ],
+    ids=str,
+)
+def test_no_memory_is_read_for_experts_elsewhere(more, order, poisoned):
+    """Forward and backward, in memory of NaN: what the reference computes of zeros."""
+    more, g = dict(more), torch.Generator().manual_seed(1)
+    dtype = DTYPES.get(more["weight_format"], torch.bfloat16)
+    encoding = ENCODINGS[more["weight_format"]]
+    weights = [
+        [*quantize(w[3:6], encoding)] if encoding.scales else [w[3:6].to(dtype).requires_grad_()]
+        for w in float_weights(E, H, I)
+    ]
+    shapes = dict(LORA) if more.pop("lora", False) else {}
+    shapes |= {"gate_up_bias": (2 * I,), "down_bias": (H,)} if more.pop("bias", False) else {}
+    more |= {
+        name: torch.randn(3, *shape, generator=g).to(dtype).requires_grad_("lora" in name)
+        for name, shape in shapes.items()
+    }
+    x, ids, w = inputs(dtype)
+    given = [t.requires_grad_() for t in (x, w)]
+    given += [t for t in (*chain(*weights), *more.values()) if getattr(t, "requires_grad", False)]
+    # no derivative has activations in 8 bits
+    trains = "activation_format" not in more
+
+    def step() -> list[Tensor]:
+        poison()
+        y = ops.fused_experts(x, ids, w, *weights, first_expert=3, **more)
+        poison()
+        return [y, *torch.autograd.grad(y, given, torch.ones_like(y))] if trains else [y]
+
+    with fusion_moe.options.override(target="reference"), torch.set_grad_enabled(trains):
+        want = step()
+    with fusion_moe.options.override(target="cpu", order=order), torch.set_grad_enabled(trains):
+        found = step()
+    for a, b in zip(found, want, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm()
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])

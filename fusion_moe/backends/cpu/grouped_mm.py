@@ -107,7 +107,7 @@ class _Writer(SegmentWriter):
             *([f"const i32 last[] = {{i32({rows})}};"] if plan.of_one_group else []),
             f"problem.ends = {'last' if plan.of_one_group else self.array(plan.ends)};",
             f"problem.G = G, problem.N = {n}, problem.K = {k}, problem.runs = {plan.scale_runs}, "
-            f"problem.rows = {rows};",
+            f"problem.rows = {self._end if self._leaves_rest else rows};",
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",
             f"problem.activation = {ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
@@ -130,6 +130,17 @@ class _Writer(SegmentWriter):
             ),
             *self.finish_tokens(),
         ]
+
+    @property
+    def _end(self) -> str:
+        """The row after the last group's."""
+        return f"{self.array(self.plan.ends)}[G - 1]"
+
+    @property
+    def _leaves_rest(self) -> bool:
+        """Whether rows of no group stay unwritten: only sums read rows, which leave these out."""
+        plan = self.plan
+        return plan.sums_groups and not plan.sums and {*plan.fusion.outputs}.isdisjoint(plan.rows)
 
     # Results for rows of groups -------------------------------------------------------------------
 
@@ -301,6 +312,7 @@ class _Writer(SegmentWriter):
             f"float total[{'COLUMNS' if self._by_columns else n}] = {{}};",
             f"for (i64 s = 0; s < {slots}; ++s) {{",
             *inner(elements.lines),
+            *([f"    if ({slot} >= {self._end}) continue;"] if self.plan.sums_groups else []),
             f"    add_row(total, {self.names[y]} + {slot} * {n} + j0, {weight}, j1 - j0);",
             "}",
         ]

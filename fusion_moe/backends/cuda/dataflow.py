@@ -5,13 +5,13 @@ and for how long.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...ir.core import Value
-from ...ir.flow import needed
-from .grouped_mm import Product
+from ...ir.flow import dependent, needed
+from .grouped_mm import PlannedSource, Product
 from .heuristics import AUTO
 from .source import Array, Source
 
@@ -110,14 +110,22 @@ class Parts:
 
     @cached_property
     def without_rest(self) -> frozenset[int]:
-        """The parts of which nothing reads rows of no group: products whose result a part reads
-        that leaves these out, and those whose result only such a product reads.
+        """The products of which nothing reads rows of no group: what reads their rows leaves these
+        out, or is such a product.
         """
-        read = self._read_once([part.grouped for part in self.parts])
-        found = {i for i, *_ in read if _one_result(self.parts[i].source)}
-        for i, j in reversed(self.links):
-            found |= {i} if j in found and _one_result(self.parts[i].source) else set()
+        found = set[int]()
+        for i, part in reversed([*enumerate(self.parts)]):
+            if _leaves_rest(part.source) and all(self._of_groups(v, found) for v in _rows(part)):
+                found.add(i)
         return frozenset(found)
+
+    def _of_groups(self, v: Value, products: Collection[int]) -> bool:
+        """Whether of v only rows of groups are read. products: parts that read no others."""
+        return v not in self.outputs and all(
+            part.grouped is v or (i in products and _in_place(part, v))
+            for i, part in enumerate(self.parts)
+            if v in part.inputs
+        )
 
     def _read_once(self, read: Sequence[Value | None]) -> list[tuple[int, int, Value]]:
         """(i, j, v) for the value v that is `read` by part j, if part i makes it, and no other part
@@ -173,9 +181,33 @@ def _linked(maker: Part, v: Value, after: Source) -> bool:
     )
 
 
-def _one_result(source: Source) -> bool:
-    """Whether a source is a product that stores one result, for rows of groups."""
-    return isinstance(source, Product) and len(source.plan.rows) == 1 and not source.plan.combine
+def _leaves_rest(source: Source) -> bool:
+    """Whether a source is a product that itself reads no results for rows of no group."""
+    return (
+        isinstance(source, PlannedSource)
+        and not source.plan.sums
+        and (source.plan.combine is None or source.plan.sums_groups)
+    )
+
+
+def _rows(part: Part) -> list[Value]:
+    """The results of a part's product for rows."""
+    if not isinstance(part.source, PlannedSource):
+        return []
+    rows = part.source.plan.quantized or part.source.plan.rows
+    return [
+        v for v, own in zip(part.outputs, part.source.fusion.outputs, strict=True) if own in rows
+    ]
+
+
+def _in_place(part: Part, v: Value) -> bool:
+    """Whether v has the rows of a part's product, which reads for each of them no others."""
+    source, own = part.source, part.source.fusion.inputs[part.inputs.index(v)]
+    assert isinstance(source, PlannedSource)
+    if own.type.shape[0] != source.plan.a.type.shape[0]:
+        return False
+    reached = dependent(source.fusion.ops, [own])
+    return not any(op.kind.role == "gather" and op.values[0] in reached for op in source.fusion.ops)
 
 
 def _only_activations(product: Product) -> bool:

@@ -23,7 +23,15 @@ from ..cxx.indices import Index, Variable, size
 from ..cxx.product_plan import ProductPlan
 from ..inexpressible import Inexpressible
 from . import block_copies, gemm
-from .gemm import TILE_COUNTER, Operand, Wgrad, by_wgmma, product_kernel, reset_tile_counter
+from .gemm import (
+    TILE_COUNTER,
+    Operand,
+    Wgrad,
+    by_wgmma,
+    product_kernel,
+    reset_tile_counter,
+    size_class,
+)
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
 from .mma_tile import MMA_THREADS, mma_tile
@@ -169,7 +177,7 @@ class Fp8Product(Product):
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
-        rows = value(self.rows, sizes)
+        rows, codes = value(self.rows, sizes), [*self._codes, size_class(without_rest)]
         if not by_wgmma(arch):
             m, n = mma_tile(_TILE_M, _HALF, plan.groups, arch, read)
             tiles = bound(rows, min(plan.groups, rows) + 1, m) // m
@@ -177,7 +185,7 @@ class Fp8Product(Product):
                 self,
                 f"Fp8GemmMma<Segment, {m}, {n}>",
                 f"fp8_gemm_mma_{m}x{n}",
-                [*self._codes, self._matrix_of_codes],
+                [*codes, self._matrix_of_codes],
                 tiles * -(-plan.width // (n // read)),
                 arch,
                 {},
@@ -199,11 +207,7 @@ class Fp8Product(Product):
             self,
             "Fp8Gemm<Segment>",
             "fp8_gemm",
-            [
-                *self._codes,
-                "static constexpr SizeClass SIZE_CLASS = {0, "
-                f"UNBOUNDED{' - 1' if without_rest else ''}}};",
-            ],
+            codes,
             tiles * -(-plan.width // (2 * _HALF // read)),
             arch,
             {"a": rows_of_a, "b": weight},

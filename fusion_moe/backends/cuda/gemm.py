@@ -86,7 +86,7 @@ class Gemm(PlannedSource):
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
             *self.operand.made(),
-            self._product(sizes, arch),
+            self._product(sizes, arch, chosen.without_rest),
             *self.sums(self._parts(sizes, arch)),
             *self.sums_of_tokens(),
         ]
@@ -95,7 +95,7 @@ class Gemm(PlannedSource):
     def _reader(plan: ProductPlan) -> readers.Reader:
         return readers.reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
 
-    def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
+    def _product(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         rows, (m, n) = value(self.rows, sizes), self._tile(sizes, arch)
         tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles(n)
         boxes = {
@@ -104,8 +104,9 @@ class Gemm(PlannedSource):
         }
         header = self._reader(self.plan).header if self.packed else None
         threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
+        functions = [*self._functions, size_class(without_rest)]
         return kernel_of_matrices(
-            self, "Gemm", (m, n), self._functions, tiles, arch, boxes, header, threads
+            self, "Gemm", (m, n), functions, tiles, arch, boxes, header, threads
         )
 
     def _weight_boxes(self) -> Boxes | None:
@@ -522,6 +523,11 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
 def reset_tile_counter(source: Source) -> KernelSource:
     """The kernel before a product: see kernels/tile_queue.cuh."""
     return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"])
+
+
+def size_class(without_rest: bool) -> str:
+    """That of a kernel of all groups: see kernels/ragged.cuh. without_rest: not of other rows."""
+    return f"static constexpr SizeClass SIZE_CLASS = {{0, UNBOUNDED{' - 1' * without_rest}}};"
 
 
 def by_wgmma(arch: Arch) -> bool:

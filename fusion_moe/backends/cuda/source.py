@@ -468,10 +468,12 @@ class Source(Writer):
             f"store_vector<{columns}>({self.names[v]} + t * {width} + j0, result{i});"
             for i, v in enumerate(results)
         ]
-        before = str(reads_before_wait).lower()
+        before, end = str(reads_before_wait).lower(), "nullptr"
+        if after is not None and after.sums_groups:
+            end = f"{self.array(after.ends)} + {after.groups - 1}"
         body = [
             f"combine_slots<{columns}, {at_once}, {before}>({self.array(y, without)}, "
-            f"{size(tokens)}, {width}, i32({size(slots)}),",
+            f"{end}, {size(tokens)}, {width}, i32({size(slots)}),",
             *inner(
                 [
                     f"[&](i64 t, i64 s) {row},",

@@ -27,6 +27,8 @@ from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 _MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time for each
+# what leaves rows of zeros zeros, if its first operand has them; "add": if all have
+_OF_ZEROS = ("add", "cast", "group_add", "group_mul", "partition", "reshape")
 # before everything else, with each result in memory
 MADE_FIRST = (
     *("topk_ids", "topk_weights", "place", "route", "invert", "problem_ends"),
@@ -136,6 +138,17 @@ class ProductPlan:
         return tuple(
             next(v for v in self.fusion.outputs if base_of(self.fusion, v) is op.outputs[0])
             for op in self.sums
+        )
+
+    @property
+    def sums_groups(self) -> bool:
+        """Whether `combine` leaves out rows of no group: they are zeros, as products make them."""
+        return (
+            self.combine is not None
+            and self.groups > 0
+            and not self.of_one_group
+            and plain(self.combine.values[0].type.shape[0]) == plain(self.a.type.shape[0])
+            and _has_zeros(self.fusion, self.combine.values[0], self.made)
         )
 
     def width_of(self, v: Value) -> int:
@@ -457,6 +470,15 @@ def below(fusion: Fusion, index: Value) -> object:
     if op.kind.name == "topk_ids":
         return shape[1]
     return plain(shape[0]) if routed == "row_of" else elements(shape)
+
+
+def _has_zeros(fusion: Fusion, v: Value, made: Collection[Value]) -> bool:
+    """Whether rows of no group are zeros in v, as they are in what products made."""
+    op = fusion.producer(v, *_OF_ZEROS)
+    if v in made or op is None:
+        return v in made
+    read = op.inputs if op.kind.name == "add" else op.inputs[:1]
+    return all(isinstance(x, Value) and _has_zeros(fusion, x, made) for x in read)
 
 
 def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...], bool]:

@@ -76,7 +76,7 @@ struct EndStep {
             if (has_answer()) take_rows();
         }
         combine_slots<V, AT_ONCE, true>(
-            y, tokens, WIDTH, SLOTS, [&](i64 t, i64 s) { return slot_of[t * SLOTS + s]; },
+            y, nullptr, tokens, WIDTH, SLOTS, [&](i64 t, i64 s) { return slot_of[t * SLOTS + s]; },
             [&](i64 t, i64 s) { return weights ? widen(weights[t * SLOTS + s]) : 1.f; },
             [&](i64 t, i64 j, const float (&total)[V]) {
                 Vector<T, V> sum;

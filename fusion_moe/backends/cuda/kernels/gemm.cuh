@@ -226,7 +226,7 @@ struct GroupedGemm {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error,
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, Segment::SIZE_CLASS, error,
                                reinterpret_cast<i32*>(shared.ring.stage));
         by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>(
             [&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });

@@ -195,7 +195,7 @@ struct GroupedGemmMma {
     }
 
     __device__ static void build(const Segment& s, Scheduler& scheduler, i32* scratch) {
-        scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS,
+        scheduler.build(s.ends, i32(s.rows()), N_TILES, Segment::SIZE_CLASS,
                         blockIdx.x == 0 ? s.error : nullptr, scratch);
     }
 
