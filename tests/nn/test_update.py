@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 import fusion_moe
 from fusion_moe import update_weights_
-from fusion_moe.encodings import BF16, INT4, MXFP4, NVFP4, Encoding, quantize
+from fusion_moe.encodings import (
+    BF16,
+    FP8,
+    FP8_E8M0,
+    INT4,
+    MXFP4,
+    NVFP4,
+    Encoding,
+    dequantize,
+    quantize,
+)
 from fusion_moe.errors import (
     CheckpointError,
     DtypeError,
@@ -21,8 +31,17 @@ from fusion_moe.errors import (
     ShapeError,
     UnsupportedError,
 )
-from fusion_moe.nn import Experts, GroupedSwiGLU, NVFP4Experts, QuantizedLinear, swiglu
+from fusion_moe.nn import (
+    Experts,
+    GroupedSwiGLU,
+    NVFP4Experts,
+    QuantizedLinear,
+    add_lora_,
+    merge_lora_,
+    swiglu,
+)
 from fusion_moe.nn.frozen import update
+from fusion_moe.nn.frozen.base import rounded
 
 E, H, I = 3, 64, 96
 NAMES = ("gate_up_proj", "down_proj")
@@ -310,3 +329,25 @@ def test_an_error_of_the_first_pair_changes_nothing():
         update_weights_(module, iter([("down_proj", torch.ones(2, H, I))]))
     assert same_state(module.state_dict(), before)
     module(*routed(E, H))
+
+
+@pytest.mark.parametrize("encoding", [FP8, FP8_E8M0], ids=lambda e: e.name)
+def test_gate_and_up_share_no_block(encoding):
+    """Of as many features as fill no whole blocks: new weights, and those with a merged adapter,
+    are rounded as `quantize_` rounds them, so that files can hold them.
+    """
+    g = torch.Generator().manual_seed(0)
+    old, new, down = (torch.randn(2, *s, generator=g) for s in ((144, 64), (144, 64), (64, 72)))
+    module = Experts(rounded(old, encoding, 2), rounded(down, encoding))
+    down = {"down_proj": down}
+    update_weights_(module, {"gate_up_proj": new, **down})
+    want = rounded(new, encoding, 2)
+    assert equal(module, Experts(want, rounded(*down.values(), encoding)), *routed(2, 64))
+    add_lora_(module, rank=4, alpha=4, targets="gate_up")
+    torch.nn.init.normal_(module.gate_up_lora.B)
+    with torch.no_grad():
+        factors = zip(module.gate_up_lora.B, module.gate_up_lora.A, strict=True)
+        merged = dequantize(want) + torch.stack([b @ a for b, a in factors])
+    merge_lora_(module, requantize=True)
+    want = Experts(rounded(merged, encoding, 2), rounded(*down.values(), encoding))
+    assert equal(module, want, *routed(2, 64))

@@ -84,7 +84,7 @@ def refold_(module: AdaptableModule) -> None:
     with torch.no_grad():
         for projection in module.projections:
             for some, into in _panels(module, projection):
-                found, counted = fold(some, _runs(module, projection))
+                found, counted = fold(some, module.matrices(projection))
                 for part, t in zip(into, found, strict=True):
                     part.view(torch.uint8).copy_(t.view(torch.uint8))
                 counts.append(counted)
@@ -133,11 +133,6 @@ def folded_of(module: AdaptableModule, projection: str) -> list[Tensor]:
 
 def _names(projection: str) -> tuple[str, str]:
     return f"{projection}_folded", f"{projection}_folded_scale"
-
-
-def _runs(module: AdaptableModule, projection: str) -> int:
-    """Gate and up, one above the other, share no block."""
-    return 2 if projection == "gate_up" and not getattr(module, "interleave", 0) else 1
 
 
 def _panels(module: AdaptableModule, projection: str) -> Iterator[tuple[Quantized, list[Tensor]]]:

@@ -161,6 +161,19 @@ class PackedModule(nn.Module):
         scales = [t for part, t in self.weight_of(weight).named() if part.of_matrix]
         return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
+    def matrices(self, weight: str) -> int:
+        """How many matrices lie above one another in a weight: gate and up, unless their rows
+        alternate.
+        """
+        return 2 if weight == "gate_up" and not getattr(self, "interleave", 0) else 1
+
+    def rounded_runs(self, weight: str) -> int:
+        """How many runs of a matrix's rows are rounded by themselves: those with a scale of their
+        own and, if blocks have several rows, matrices.
+        """
+        blocks_of_rows = any(scale.rows > 1 for scale in self.encoding.scales)
+        return self.matrices(weight) if blocks_of_rows else self.row_scales(weight)
+
     def padding(self, weight: str, layout: Layout) -> Padding:
         """The padding that makes a weight whole tiles of a layout: rows are padded in each run with
         one scale.

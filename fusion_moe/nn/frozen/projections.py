@@ -38,7 +38,8 @@ class Projections(AdaptableModule):
 
     Attributes:
         activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute
-            capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4).
+            capability 10.0 only), "int8" (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute
+            capability 8.9 or higher, where weights are read in FP8).
         first_expert: None: ids are 0 to E - 1, or -1 for no expert; otherwise the module has E
             local experts of more, this is the id of the first, and slots with other ids add
             nothing to the result.

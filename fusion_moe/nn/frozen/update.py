@@ -184,7 +184,7 @@ class _Place:
             tensors = [given[name] for name in self.names if name in given]
             if own[0].dim() == 2:
                 own, tensors = [t[None] for t in own], [t[None] for t in tensors]
-            runs = self.module.row_scales(self.weight) if self.has_numbers(given) else 0
+            runs = self.module.rounded_runs(self.weight) if self.has_numbers(given) else 0
             packing, rule = packing_of(self.module, self.weight), self.module.scales
             write_weight_(own, tensors, encoding, packing, runs, scales=rule)
 

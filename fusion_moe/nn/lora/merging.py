@@ -116,20 +116,21 @@ def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Qua
         old = weight.of(packing.unpack(parts, weight.encoding))
         added = delta(e).to(made[0].device)
         total = dequantize(old) + added
-        rounded = _encoded(total, old, module.scales, where)
+        rounded = _encoded(total, old, module.rounded_runs(name), module.scales, where)
         norms += torch.stack([(dequantize(rounded) - total).square().sum(), added.square().sum()])
         for t, part in zip(new, packing.pack(rounded, weight.encoding), strict=True):
             t.copy_(part)
     return made, norms
 
 
-def _encoded(x: Tensor, like: Quantized, rule: str, name: str) -> Quantized:
-    """x f32 [N, K] in the encoding of a matrix of `like`, with a scale for each of its runs of
-    rows; rule: for the scales of blocks.
+def _encoded(x: Tensor, like: Quantized, runs: int, rule: str, name: str) -> Quantized:
+    """x f32 [N, K] in the encoding of a matrix of `like`, so many runs of its rows by themselves;
+    rule: for the scales of blocks.
     """
     check_finite(x, like.encoding, name)
     scales = [part for of, part in like.named() if of.of_matrix]
     if not scales:
-        return quantize(x, like.encoding, scales=rule)
-    runs = x.view(*scales[0].shape, -1, x.shape[-1])  # for a scale [], x itself
-    return quantize(x, like.encoding, matrix_scale_of(runs, like.encoding), rule)
+        made = quantize(x.unflatten(0, (runs, -1)), like.encoding, scales=rule)
+        return made.of(t.flatten(0, 1) for t in made)
+    by_scale = x.view(*scales[0].shape, -1, x.shape[-1])  # for a scale [], x itself
+    return quantize(x, like.encoding, matrix_scale_of(by_scale, like.encoding), rule)
