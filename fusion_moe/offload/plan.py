@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..checkpoints import Directory
 from ..checkpoints.experts import hidden_layers_of, predicts_further_tokens
+from ..checkpoints.stored import all_eight_bits, weights_in
 from ..errors import OptionError, UnsupportedError
 from ..messages.units import amount, count
 from ..nn.frozen.experts import Experts
@@ -75,14 +77,16 @@ class Model:
         """
         config, hidden_layers = _text(directory.config), hidden_layers_of(directory.config)
         sizes, rest, dtypes = defaultdict[str, int](int), 0, set[torch.dtype]()
+        of_eight_bits = _of_eight_bits(directory)
         for name, entry in directory.tensors.items():
             if predicts_further_tokens(name, hidden_layers):
                 continue
+            nbytes = of_eight_bits.get(name, entry.nbytes)
             if found := _EXPERTS.match(name):
-                sizes[found[1]] += entry.nbytes
+                sizes[found[1]] += nbytes
                 dtypes.add(entry.dtype)
             else:
-                rest += entry.nbytes
+                rest += nbytes
         experts = _entry(config, _COUNTS)
         if not sizes or not experts:
             raise _no_experts(str(directory.path))
@@ -330,6 +334,25 @@ def _kv(config: Mapping[str, Any]) -> int:
         size = _entry(config, ("head_dim",)) or _entry(config, ("hidden_size",)) // max(heads, 1)
         per_layer = 2 * (_entry(config, ("num_key_value_heads",)) or heads) * size
     return 2 * per_layer * _entry(config, ("num_hidden_layers",))
+
+
+def _of_eight_bits(directory: Directory) -> dict[str, int]:
+    """Bytes in memory of the tensors of weights in 8-bit floats, by name: scales of blocks are
+    stored for each row, and linear layers beside weights of fewer bits become floats of 16.
+    """
+    stored, found = weights_in(directory), dict[str, int]()
+    stay = all_eight_bits(stored)
+    for weight in stored.values():
+        scheme, (*lead, n, k) = weight.scheme, weight.shape
+        if not scheme.eight_bits or scheme.encoding is None:
+            continue
+        held = {scheme.parts[0].part: 2 * prod(weight.shape)}
+        if stay or _EXPERTS.match(weight.name):
+            encoding = scheme.encoding
+            shapes = {p: encoding.part_shape(p, tuple(lead), n, k) for p in encoding.parts}
+            held = {p.name: prod(shape) * p.dtype.itemsize for p, shape in shapes.items()}
+        found |= {entry.name: held.get(part, 0) for part, entry in weight.entries.items()}
+    return found
 
 
 def _no_experts(where: str) -> UnsupportedError:

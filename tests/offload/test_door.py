@@ -69,6 +69,20 @@ def test_model_of_a_directory_and_of_a_module():
     assert abs(of_files.rest / of_module.rest - 1) < 0.1  # buffers
 
 
+def test_what_eight_bits_take_in_memory(tmp_path):
+    """Scales of 128 x 128, a row each; linear layers, which become floats beside 4 bits."""
+    model = from_pretrained(MADE / "bf16-qwen3_moe")
+    quantize_(model, "fp8")
+    model.save_pretrained(tmp_path)
+    for path in tmp_path, MADE / "modelopt-qwen3_5_moe-mixed":
+        loaded = from_pretrained(path)
+        experts = {n: m for n, m in loaded.named_modules() if isinstance(m, Experts)}
+        of_module = plan.Model.of_module(loaded, experts)
+        of_files = plan.Model.of_directory(Directory.open(path))
+        assert of_files.experts == pytest.approx(of_module.experts, rel=1e-3)
+        assert of_files.rest == pytest.approx(of_module.rest, rel=0.02)
+
+
 def test_layers_that_predict_further_tokens_are_not_planned(monkeypatch):
     directory = Directory.open(MADE / "modelopt-qwen3_5_moe-mixed")
     whole = plan.Model.of_directory(directory)
