@@ -107,7 +107,7 @@ def base_of(args: argparse.Namespace) -> Any:
             return in_bf16_(model)
         fusion_moe.quantize_(model)
         return model
-    # experts in floats are quantized while they are read; quantized ones stay as they are
+    # experts in floats, and in FP8, become NVFP4 while they are read; in fewer bits they stay so
     return from_pretrained(
         args.model, dtype=torch.bfloat16, quantization_config=NVFP4Config(), device_map=DEVICE
     )

@@ -172,10 +172,11 @@ class Talk:
         from ..transformers.decoding import sampling, share_keys_
         from ..transformers.loading import placed
 
-        Directory.open(directory)  # says what is wrong with it
+        opened = Directory.open(directory)  # says what is wrong with it
         tokenizer = tokenizer_of(directory)
-        to = how or placed(device)
-        how = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config(), **to}
+        # by a configuration, experts in FP8 would be rounded too
+        rounds = {} if opened.quantization else {"quantization_config": NVFP4Config()}
+        how = {"dtype": torch.bfloat16, **rounds, **(how or placed(device))}
         with a_model(directory):
             model = from_pretrained(directory, **how).eval()
         fuse_routers_(model)

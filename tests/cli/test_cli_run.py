@@ -60,6 +60,12 @@ def test_run_answers_as_generate_does(model, tmp_path):
     assert found["weights"] < 7e6 < found["peak"]
 
 
+def test_experts_in_eight_bits_stay_so(tmp_path):
+    call("quantize", MODEL, tmp_path / "fp8", "--to", "fp8")
+    found = json.loads(call("run", tmp_path / "fp8", PROMPT, "--tokens", 2, "--json").stdout)
+    assert found["experts"][0].startswith("4 layers in fp8, ")
+
+
 def test_without_accelerate(monkeypatch):
     """CPUs do not need it; where it is needed, the extra is named."""
     monkeypatch.setattr(of_accelerate, "is_accelerate_available", lambda *_: False)
