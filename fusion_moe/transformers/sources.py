@@ -125,9 +125,14 @@ def weights_of(source: Source, module: Projections, stored: Weights) -> list[Sto
             )
             if not same or weight.shape != shape:
                 raise CheckpointError(
-                    f"{weight.name} is {weight.scheme.name} {list(weight.shape)}",
-                    expected=f"{source.scheme.name} {list(shape)}",
+                    f"{weight.name} is {_said(weight.scheme)} {list(weight.shape)}",
+                    expected=f"{_said(source.scheme)} {list(shape)}",
                     where=source.name,
                 )
             taken.append(weight)
     return taken
+
+
+def _said(scheme: Scheme) -> str:
+    """Its name, and which of several encodings that it may have."""
+    return f"{scheme.name} ({scheme.encoding.name})" if scheme.encoding else scheme.name

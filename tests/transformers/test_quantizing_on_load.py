@@ -21,7 +21,7 @@ import fusion_moe
 from fusion_moe.checkpoints import convert
 from fusion_moe.checkpoints import quantize as quantize_files
 from fusion_moe.encodings import FP8_CHANNEL, FP8_TENSOR, NVFP4, dequantize, quantize
-from fusion_moe.errors import NonFiniteError, OptionError, UnsupportedError
+from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
 from fusion_moe.nn.frozen.projections import Projections
 from fusion_moe.transformers import NVFP4Config, from_pretrained
@@ -257,6 +257,18 @@ def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
     save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match="experts.1.up_proj.weight_scale_inv"):
         from_pretrained(tmp_path, quantization_config=NVFP4Config())
+
+
+def test_an_expert_with_scales_of_another_kind(tmp_path):
+    model_of("qwen3_moe", torch.float32).save_pretrained(tmp_path)
+    eight_bit(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    found[f"{name}_scale_inv"] = torch.full((len(found[name]), 1), 0.1)
+    save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    wanted = r"FP8 in blocks \(fp8_channel\) .*; expected FP8 in blocks \(fp8_tensor\)"
+    with pytest.raises(CheckpointError, match=wanted):
+        from_pretrained(tmp_path)
 
 
 def test_experts_in_several_formats(tmp_path):
