@@ -323,10 +323,14 @@ struct Dispatch {
                 send(i * unit, min((i + 1) * unit, e.most), epoch);
         }
         e.greet(tokens, epoch, OF_IDS);
+        __shared__ i32 counts[RANKS];  // of the tokens of those that are served
+        for (i32 i = threadIdx.x; i < RANKS - 1; i += blockDim.x)
+            counts[i] = count(e.served(i), epoch);
+        __syncthreads();
         const i32 unit = e.unit(e.most, OTHERS, e.TAKERS);
         e.take_all((RANKS - 1) * e.count(e.most, unit), [&](i32 i) {
             const i32 from = e.served(i % OTHERS), first = i / OTHERS * unit;
-            take(from, first, min(first + unit, e.most), epoch);
+            take(from, first, min(first + unit, e.most), counts[i % OTHERS], epoch);
         });
         e.end();
     }
@@ -395,14 +399,20 @@ struct Dispatch {
         __syncthreads();
     }
 
-    __device__ __forceinline__ void take(i32 from, i32 first, i32 end, u64 epoch) const {
-        __shared__ i32 said;
+    // How many tokens another rank has.
+    __device__ __forceinline__ i32 count(i32 from, u64 epoch) const {
+        const i32 said = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
+        return min(max(said, 0), e.most);
+    }
+
+    // Those from `first` on, of which a rank has `count`.
+    __device__ __forceinline__ void take(i32 from, i32 first, i32 end, i32 count, u64 epoch) const {
         __shared__ bool wanted[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = from * e.most;
-        if (threadIdx.x == 0) said = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
-        for (i32 t = threadIdx.x; t < end - first; t += blockDim.x) wanted[t] = false;
-        __syncthreads();
-        const i32 count = min(max(said, 0), e.most);
+        if (first < count) {
+            for (i32 t = threadIdx.x; t < end - first; t += blockDim.x) wanted[t] = false;
+            __syncthreads();
+        }
         for (i32 i = first * SLOTS + threadIdx.x; i < end * SLOTS; i += blockDim.x) {
             uint2 slot[] = {{}};
             if (i < count * SLOTS)
@@ -413,6 +423,7 @@ struct Dispatch {
             if (e.is_mine(id)) wanted[i / SLOTS - first] = true;
         }
         if (first == 0 && threadIdx.x == 0) ends[from] = before + count;
+        if (first >= count) return;
         uint4* const came = e.row(mine, from, first, epoch);
         const auto own = rows_at<uint4>(rows, all_scales, before + first);
         __syncthreads();
@@ -515,6 +526,7 @@ struct CombineFrom {
         __shared__ u32 slots[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = to * e.most;
         const i32 end = min(first + unit, ends[to] - before);
+        if (first >= end) return;
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
             slots[t - first] = e.slots_here(all_ids + (before + t) * SLOTS);
         uint4* const there = e.row(to, mine, first, epoch);
