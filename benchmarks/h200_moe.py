@@ -23,6 +23,9 @@ The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --pa
 which "fusion_moe" does and --contender linear, the kernels for weights as they are stored, need
 not.
 
+--kernels CONTENDER prints the microseconds of each kernel of a call instead, from the end of the
+one before on.
+
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a
 model's cells begin, and caches them in HUMMING_CACHE_DIR. A peer that is missing or fails is named,
 with the reason.
@@ -70,6 +73,7 @@ from h200_contenders import W8A16, Both, Call, Contender, Dense, DenseFp8, Fp8, 
 from h200_fp8_peers import DeepGemm, Finegrained, Vllm
 from h200_humming import Grouped, GroupedFp8, Indexed, IndexedFp8
 from h200_marlin import Marlin
+from kernel_times import print_kernels
 
 import fusion_moe
 
@@ -272,6 +276,7 @@ def main() -> None:
         choices=["fp8"],
         help="measure rows in FP8 beside rows of 16 bits",
     )
+    parser.add_argument("--kernels", choices=CONTENDERS, help="profile one contender")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
@@ -280,6 +285,8 @@ def main() -> None:
     of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name not in ("w8a16", "deepgemm"))]
     usual = [name for name in CONTENDERS if name not in ("linear", "marlin", *_OF_FP8)]
     told.contender = told.contender or (of_fp8 if fp8 else usual)
+    if told.kernels:
+        told.contender = [told.kernels]
     told.model = told.model or list(MODELS | MORE_MODELS if fp8 else MODELS)
     told.part = told.part or (["mlp"] if fp8 else list(PARTS))
     told.routing = told.routing or (list(ROUTINGS) if fp8 else ["uniform"])
@@ -301,7 +308,10 @@ def main() -> None:
                 return
             torch.manual_seed(0)
             bench = bench or Bench(name, told.contender, cells)
-            if row := bench.measure(cell, told.repeats):
+            if told.kernels:
+                print(cell, flush=True)
+                print_kernels(bench.contenders[told.kernels].run(cell, 0, routed(cell)[0]).run)
+            elif row := bench.measure(cell, told.repeats):
                 with told.out.open("a", encoding="utf-8") as out:
                     out.write(json.dumps({**row, "provenance": made}) + "\n")
                 report(row)

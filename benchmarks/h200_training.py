@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_times import print_kernels
 from results import table as tabled
 from torch import Tensor
 from training_cells import FAR, Layer, apart, cells, digest, flops
@@ -257,27 +258,6 @@ def resumed(
     return rows
 
 
-def print_kernels(contender: Contender, steps: int = 4) -> None:
-    """The medians over some steps, in order."""
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(WARM_UPS):
-        contender.both()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps + 1):
-            contender.both()
-        torch.cuda.synchronize()
-    on = torch.autograd.DeviceType.CUDA
-    ran = [e for e in found.events() if e.device_type == on and "fusion_moe::" not in e.name]
-    ran.sort(key=lambda e: e.time_range.start)
-    each, end, took = len(ran) // (steps + 1), 0.0, list[float]()
-    for e in ran:
-        took.append(e.time_range.end - max(end, e.time_range.start))
-        end = max(end, e.time_range.end)
-    for i, e in enumerate(ran[-each:]):
-        print(f"{statistics.median(took[each + i :: each]):8.1f} us  {e.name}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -311,7 +291,7 @@ def main() -> None:
     if told.kernels:
         for cell in cells(told.tiny):
             if any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
-                print_kernels(LAYER[told.kernels](cell.inputs(told.device)))
+                print_kernels(LAYER[told.kernels](cell.inputs(told.device)).both)
         return
     if told.recipe:
         rows = [n for n in LAYER if n == "rows" or n.startswith(f"rows_{told.recipe}")]
