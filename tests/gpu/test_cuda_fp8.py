@@ -10,6 +10,7 @@ import fusion_moe
 from fusion_moe import FusionDefinition, options
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
+from fusion_moe.ir.types import dtype_name
 from fusion_moe.nn import swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("mma.e4m3")]
@@ -79,6 +80,24 @@ def test_products_are_exact(k, n, sizes, rest, encoding):
     how = {"weight_format": encoding, **HOW}
     found, wanted = both(lambda: OPS.grouped_mm(x, list(weight), ends_of(sizes), **how))
     assert torch.equal(found, wanted)
+
+
+def test_rows_that_an_index_picks():
+    """Those of a layer's tokens are sorted token by token; others row by row."""
+    (sizes, rest), k = MANY, 400
+    rows, weight = sum(sizes) + rest, exact_weight(len(sizes), 320, k, "fp8")
+    fd = FusionDefinition()
+    ends = fd.groups_of(fd.define_tensor(shape=(len(sizes),), dtype="i32"), rows)
+    x = fd.define_tensor(shape=(rows, k), dtype="bf16")
+    index = fd.ops.partition(fd.define_tensor(shape=(rows,), dtype="i32"), ends)
+    x = fd.ops.quantize(fd.ops.index_select(x, index, dim=0), encoding="fp8_rows")
+    parts = [fd.define_tensor(shape=tuple(p.shape), dtype=dtype_name(p.dtype)) for p in weight]
+    product = fd.ops.grouped_mm(x, fd.ops.pack(*parts, encoding="fp8", layout="linear"), ends)
+    fd.add_output(fd.ops.cast(product, dtype="bf16"))
+    picked = torch.arange(rows, dtype=torch.int32, device="cuda") * 31 % rows
+    given = [ends_of(sizes), integers(rows, k, most=3).bfloat16(), picked, *weight]
+    (found,), (wanted,) = both(lambda: fusion_moe.run(fd.fusion(), given))
+    assert torch.equal(found[: sum(sizes)], wanted[: sum(sizes)])
 
 
 def layer(experts: int, hidden: int, inner: int) -> list[list[torch.Tensor]]:

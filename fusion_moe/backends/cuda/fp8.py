@@ -20,7 +20,7 @@ from ...ir.types import plain
 from ...layouts.groups import bound
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Index, Variable, size
-from ..cxx.product_plan import ProductPlan
+from ..cxx.product_plan import ProductPlan, base_of, made_by_route
 from ..inexpressible import Inexpressible
 from . import block_copies, gemm
 from .gemm import (
@@ -131,23 +131,44 @@ class Fp8Product(Product):
         ]
 
     def _sort(self) -> KernelSource:
-        """Copies the rows that are gathered, as the product reads them."""
-        (k, blocks), operand = self._columns, self._operand
+        """Copies the rows that are gathered, as the product reads them: a token once for all its
+        slots, if `route` says which rows these are.
+        """
+        (k, blocks), operand, slot_of = self._columns, self._operand, self._slot_of
         at_once = next(n for n in (4, 2, 1) if k % (n * _ALIGNED) == 0)
         each = k // (at_once * _ALIGNED)  # threads of a row
-        groups = self.plan.groups
-        rest = [] if self.plan.of_one_group else [f"if (m >= ends[{groups - 1}]) return;"]
-        body = [
-            f"const i64 m = i / {each}, c = i % {each};",
-            *rest,  # no product reads rows of no group
-            *operand.lines,
-            f"const i64 row = {operand.row};",
-            f"copy_pieces<{at_once}, {each}>({operand.matrix} + row * {k}, "
-            f"{_SORTED_CODES} + m * {k}, c);",
-            f"for (i64 b = c; b < {blocks}; b += {each}) {_SORTED_SCALES}[m * {blocks} + b] = "
-            f"{self._scales(operand)}[row * {blocks} + b];",
+        end = size(self.rows) if self.plan.of_one_group else f"ends[{self.plan.groups - 1}]"
+        count, slots = (self.rows, 1) if slot_of is None else map(plain, slot_of.type.shape)
+        if slot_of is None:
+            body = [
+                f"const i64 to[] = {{i / {each}}}, m = to[0], end = {end};",
+                "if (m >= end) return;  // no product reads rows of no group",
+                *operand.lines,
+                f"const i64 row = {operand.row};",
+            ]
+        else:
+            place = f"{self.names[slot_of]}[row * {slots} + s]"
+            body = [
+                f"const i64 row = i / {each}, end = {end};",
+                f"i64 to[{slots}];",
+                "#pragma unroll",
+                f"for (int s = 0; s < {slots}; ++s) to[s] = {place};",
+            ]
+        copy = [
+            f"copy_row<{at_once}, {k}, {slots}>({operand.matrix} + row * {k}, "
+            f"{self._scales(operand)} + row * {blocks}, i % {each}, to, end, {_SORTED_CODES}, "
+            f"{_SORTED_SCALES});",
         ]
-        return self.for_all("sort_rows", self.rows * each, body, headers=self.piece_headers)
+        return self.for_all("sort_rows", count * each, [*body, *copy], headers=self.piece_headers)
+
+    @property
+    def _slot_of(self) -> Value | None:
+        """Which rows each token has, if the rows are those of tokens that a `route` sorted."""
+        picks = self.fusion.producer(_parts(self)[0], "index_select")
+        if picks is None or made_by_route(self.fusion, picks.values[1]) != "row_of":
+            return None
+        route = self.fusion.producers[base_of(self.fusion, picks.values[1])]
+        return route.outputs[2] if route.outputs[2] in self.memory else None
 
     def _quantize(self) -> KernelSource:
         """Quantizes the product's result."""

@@ -6,17 +6,31 @@
 
 namespace {
 
-// COUNT pieces of 16 bytes of a row, every EACH-th from the c-th on; all are read before any is
-// stored.
-template <int COUNT, i64 EACH>
-__device__ __forceinline__ void copy_pieces(const u8* from, u8* to, i64 c) {
-    Vector<u32, 4> x[COUNT];
+// Copies a row of K codes, and its scales, to those of ROWS rows that are below `end`. By as many
+// threads as there are COUNT pieces of 16 bytes, of which this is the c-th; each reads all its
+// pieces before it stores any.
+template <int COUNT, i64 K, int ROWS>
+__device__ __forceinline__ void copy_row(const u8* codes, const float* scales, i64 c,
+                                         const i64 (&row)[ROWS], i64 end, u8* to_codes,
+                                         float* to_scales) {
+    constexpr i64 EACH = K / (16 * COUNT), BLOCKS = (K + 127) / 128;
+    Vector<u32, 4> piece[COUNT];
 #pragma unroll
     for (int v = 0; v < COUNT; ++v)
-        x[v] = load_vector<4>(reinterpret_cast<const u32*>(from) + (c + v * EACH) * 4);
+        piece[v] = load_vector<4>(reinterpret_cast<const u32*>(codes) + (c + v * EACH) * 4);
 #pragma unroll
-    for (int v = 0; v < COUNT; ++v)
-        store_vector<4>(reinterpret_cast<u32*>(to) + (c + v * EACH) * 4, x[v]);
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int v = 0; v < COUNT; ++v)
+            if (row[r] < end)
+                store_vector<4>(reinterpret_cast<u32*>(to_codes + row[r] * K) + (c + v * EACH) * 4,
+                                piece[v]);
+    for (i64 b = c; b < BLOCKS; b += EACH) {
+        const float scale = scales[b];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (row[r] < end) to_scales[row[r] * BLOCKS + b] = scale;
+    }
 }
 
 // What the eight codes from place 8 * piece on of rows of K columns stand for, or those that stand
