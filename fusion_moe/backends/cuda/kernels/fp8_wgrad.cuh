@@ -55,10 +55,10 @@ struct Fp8Wgrad {
         shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
         cluster_arrive(), cluster_wait();  // barriers of the other block are there
         if (threadIdx.x < 128 * GEMM_CONSUMERS) {
-            setmaxnreg_inc<216>();
+            setmaxnreg_inc<232>();
             consume(s, shared);
         } else {
-            setmaxnreg_dec<72>();
+            setmaxnreg_dec<40>();
             if (threadIdx.x == 128 * GEMM_CONSUMERS) produce(s, shared, a_map, b_map);
         }
         __syncwarp();
@@ -134,26 +134,31 @@ struct Fp8Wgrad {
         });
     }
 
-    // A consumer has 64 rows of a tile, a thread two of them.
+    // A consumer has half of a tile's columns, a thread four rows and a quarter of these. So it
+    // loads a scale of a column for four sums: shared memory, whose 128 bytes a cycle are shared by
+    // the tensor cores, copies and registers, bounds the kernel.
     __device__ static void consume(const Segment& s, Shared& shared) {
-        const i32 consumer = threadIdx.x / 128, lane = threadIdx.x % 32;
-        const i32 row = place_in_tile(64 * consumer + threadIdx.x / 32 % 4 * 16 + lane / 4);
+        const i32 consumer = __shfl_sync(WHOLE_WARP, threadIdx.x / 128, 0),  // seen to be uniform
+            lane = threadIdx.x % 32;
+        const i32 row = place_in_tile(threadIdx.x / 32 % 4 * 16 + lane / 4);
         PipelineState<STAGES> reading;
         for_all_tiles(shared, [&](const Tile& tile) {
             mark_tile(threadIdx.x % 128 == 0, false);
-            float sum[2][HALF / 2] = {};
+            float sum[2][HALF / 2] = {};  // of 64 rows each
 #pragma unroll 1
             for (i32 block = 0; block < tile.count; ++block) {
                 mbarrier_wait(shared.full[reading.stage], reading.parity);
                 const Stage& stage = shared.stage[reading.stage];
                 const Scales& scales = shared.scales[reading.stage];
-                const float of_row[2] = {scales.a[row], scales.a[row + NEXT_ROW]};
-                const u64 a =
-                    tile_descriptor(shared_address(stage.a) + consumer * 64 * TILE_ROW_BYTES);
+                const u64 b =
+                    tile_descriptor(shared_address(stage.b) + consumer * HALF * TILE_ROW_BYTES);
+                u32 of_columns[HALF / 8];  // pairs
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const u64 b =
-                        tile_descriptor(shared_address(stage.b) + half * HALF * TILE_ROW_BYTES);
+                for (int rows = 0; rows < 2; ++rows) {
+                    const u64 a =
+                        tile_descriptor(shared_address(stage.a) + rows * 64 * TILE_ROW_BYTES);
+                    const float of_row[2] = {scales.a[64 * rows + row],
+                                             scales.a[64 * rows + row + NEXT_ROW]};
                     float part[HALF / 2];
                     wgmma_fence();
                     wgmma_e4m3<false>(part, a, b);
@@ -161,19 +166,16 @@ struct Fp8Wgrad {
                     for (int v = 1; v < K_BLOCK / 32; ++v)
                         wgmma_e4m3<true>(part, a + 2 * v, b + 2 * v);
                     wgmma_commit();
+                    if (rows == 0)
+                        load_pairs(of_columns, scales.b + consumer * HALF + lane % 4 * 8);
                     wgmma_wait<0>();
-                    const float* of_columns = scales.b + half * HALF + lane % 4 * 8;
 #pragma unroll
-                    for (int i = 0; i < HALF / 32; ++i) {
-                        const Eight<float> of = load_eight(of_columns + 32 * i);
+                    for (int c = 0; c < HALF / 2; c += 4)
 #pragma unroll
-                        for (int j = 0; j < 8; ++j)
-#pragma unroll
-                            for (int h = 0; h < 2; ++h) {
-                                const int c = in_run(i, j, h);
-                                sum[half][c] = fmaf(part[c], of.at[j] * of_row[h], sum[half][c]);
-                            }
-                    }
+                        for (int v = 0; v < 4; ++v)
+                            sum[rows][c + v] =
+                                fmaf(part[c + v], of_pair(of_columns[c / 4], v % 2) * of_row[v / 2],
+                                     sum[rows][c + v]);
                 }
 #pragma unroll
                 for (u32 rank = 0; rank < CLUSTER; ++rank)
@@ -183,10 +185,26 @@ struct Fp8Wgrad {
             mark_tile(threadIdx.x % 128 == 0, true);
             if (!tile.stores) return;
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (Segment::K % TILE_N == 0 || half * HALF < tile.columns())
-                    store(s, tile, row, tile.b + half * HALF + lane % 4 * 8, sum[half]);
+            for (int rows = 0; rows < 2; ++rows)
+                if (Segment::K % TILE_N == 0 || consumer * HALF < tile.columns())
+                    store(s, tile, 64 * rows + row, tile.b + consumer * HALF + lane % 4 * 8,
+                          sum[rows]);
         });
+    }
+
+    // Scales are powers of two: a register holds those of two columns, as their upper halves.
+    __device__ static __forceinline__ void load_pairs(u32 (&pairs)[HALF / 8], const float* scales) {
+#pragma unroll
+        for (int i = 0; i < HALF / 32; ++i) {
+            const Eight<float> of = load_eight(scales + 32 * i);
+#pragma unroll
+            for (int j = 0; j < 8; j += 2)
+                pairs[4 * i + j / 2] =
+                    __byte_perm(__float_as_uint(of.at[j]), __float_as_uint(of.at[j + 1]), 0x7632);
+        }
+    }
+    __device__ static __forceinline__ float of_pair(u32 pair, int which) {
+        return __uint_as_float(which == 0 ? pair << 16 : pair & 0xFFFF0000);
     }
 
     // Columns and rows of a tile lie where place_in_tile says. So a thread has eight columns that
