@@ -199,7 +199,7 @@ def test_wrong_calls(golden):
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_weight_is_copied(x):
-    layer, x = Layer().cuda(), x.cuda()
+    layer, x = Layer(inner=256).cuda(), x.cuda()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for name in "cuda", "sm_90", "sm_100":
@@ -209,5 +209,5 @@ def test_on_a_gpu_no_weight_is_copied(x):
         assert report.executed == (
             TARGETS[name].capability in (None, torch.cuda.get_device_capability())
         )
-    # some numbers, and no weight
-    assert torch.cuda.max_memory_allocated() - before < layer.experts.nbytes // 10
+    # some rows, and no weight: the smaller one is a third of all
+    assert torch.cuda.max_memory_allocated() - before < layer.experts.nbytes // 4
