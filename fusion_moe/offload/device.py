@@ -171,7 +171,8 @@ def decide(
     uses = torch.bincount(flat[flat >= 0], minlength=len(places))
     missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
     rows = dict(zip(missed, uses[missed].tolist(), strict=True))
-    return split(rows, constants, spare, limit), uses
+    there = int(((uses > 0) & (places >= 0)).sum())
+    return split(rows, constants, spare, limit, there), uses
 
 
 def _like_biases(module: Experts) -> Tensor:

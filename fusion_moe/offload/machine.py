@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from .split import Constants
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
 _REPEATS = 31
-_PRODUCT, _OF_TOKEN = 10_000, 8  # nanoseconds to begin the GPU's products; experts of a token
+_PRODUCT = 10_000  # nanoseconds to begin the GPU's products
 _OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
 
@@ -59,16 +60,11 @@ class Machine:
             cpu_expert=_ns(nbytes, self.cpu),
             cpu_expert_beside=_ns(nbytes, min(self.cpu, self.cpu_beside)),
             cpu_row=_ns(macs, self.macs),
-            copy_start=self.copy_start + self._product(nbytes),
+            copy_start=self.copy_start + (_PRODUCT if self.gpu else 0),
             copy_expert=_ns(nbytes, self.copy),
             copy_expert_beside=_ns(nbytes, min(self.copy, self.copy_beside)),
+            gpu_expert=_ns(nbytes, self.gpu) if self.gpu else 0,
         )
-
-    def _product(self, nbytes: int) -> int:
-        """The nanoseconds of the GPU's products of a token, which wait for copies while the CPU
-        computes.
-        """
-        return _PRODUCT + _ns(_OF_TOKEN * nbytes, self.gpu) if self.gpu else 0
 
 
 # What `plan` expects of a GPU beside a server's CPU: what was measured beside an H200, with 14
@@ -117,14 +113,15 @@ def of_gpu(device: str, home: Home) -> Machine:
 
 def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine:
     desk = Desk(home, torch.bfloat16)
+    (many,) = _products(home, desk, 1, rows=_MANY)  # first: it wakes the CPU up
     start, expert = _line(home, desk)
-    (many,) = _products(home, desk, 1, rows=_MANY)
+    rows = max(many - expert, many / 2)  # of all but the first one
     _, alone = _of_line(home, *(_usual(_copies(home, copy, n)) for n in (1, _some(home))))
     copy_beside, cpu_beside = _beside(home, desk, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
         cpu_beside=home.nbytes * 1e9 / cpu_beside,
-        macs=_MANY * home.macs * 1e9 / many,
+        macs=(_MANY - 1) * home.macs * 1e9 / rows,
         copy=home.nbytes * 1e9 / alone,
         copy_beside=home.nbytes * 1e9 / copy_beside,
         cpu_start=int(start) + hand_over,
@@ -149,8 +146,8 @@ def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
 
 
 def _usual(times: list[float]) -> float:
-    """Of times that other programs may have made longer."""
-    return sorted(times)[len(times) // 4]
+    """As the steps take it that the constants are for: some of them beside other programs, too."""
+    return median(times)
 
 
 def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float]:

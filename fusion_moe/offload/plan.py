@@ -179,7 +179,11 @@ class Plan:
             whole, in_memory = int(misses), i < len(self.in_memory)
             few, more = (
                 split(
-                    dict.fromkeys(range(n), 1), constants, self.spare, None if in_memory else 0
+                    dict.fromkeys(range(n), 1),
+                    constants,
+                    self.spare,
+                    None if in_memory else 0,
+                    int(hits),
                 ).time
                 for n in (whole, whole + 1)
             )

@@ -16,10 +16,10 @@ _GAIN = 20  # a mix must be better than both pure ways by one part in so many: i
 class Constants:
     """What a step's parts take for experts of one layer, in nanoseconds.
 
-    cpu_start: to hand rows over to the CPU and to wait for them; cpu_expert: the CPU reads an
-    expert; cpu_row: it multiplies a row by it, if that takes longer. copy_start: to begin copies
-    and to multiply by what they brought; copy_expert: an expert is copied. beside: while both the
-    CPU reads and copies run.
+    cpu_start: to hand rows over to the CPU and to wait for them; cpu_expert: the CPU's products of
+    an expert with a row; cpu_row: with each further row. copy_start: to begin copies, and products
+    after them; copy_expert: an expert is copied; gpu_expert: the GPU's products of an expert, which
+    wait for all copies of a step. beside: while both the CPU reads and copies run.
     """
 
     cpu_start: int
@@ -29,10 +29,11 @@ class Constants:
     copy_start: int
     copy_expert: int
     copy_expert_beside: int
+    gpu_expert: int
 
     def computed(self, rows: int, beside: bool = False) -> int:
         """The CPU's time for an expert with so many rows."""
-        return max(self.cpu_expert_beside if beside else self.cpu_expert, rows * self.cpu_row)
+        return (self.cpu_expert_beside if beside else self.cpu_expert) + (rows - 1) * self.cpu_row
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ class Split:
 
 
 def split(
-    rows: Mapping[int, int], constants: Constants, room: int, limit: int | None = None
+    rows: Mapping[int, int],
+    constants: Constants,
+    room: int,
+    limit: int | None = None,
+    there: int = 0,
 ) -> Split:
-    """Divides missed experts. rows: how many rows each has, 1 or more.
+    """Divides missed experts. rows: how many rows each has, 1 or more; there: how many others the
+    step names.
 
     room: how many copies fit on the GPU at once; more take several turns. limit: how many may be
     copied at all, at most; None: all. Experts with many rows are copied first, which cost the CPU
@@ -67,9 +73,9 @@ def split(
     """
     order = sorted(rows, key=lambda expert: (-rows[expert], expert))
     most = min(len(order), len(order) if limit is None else limit, len(order) if room else 0)
-    times = _times([rows[expert] for expert in order], constants, room, most)
+    times = _times([rows[expert] for expert in order], constants, room, most, there)
     computed = times[0]
-    copied = _copied(len(order), constants, max(room, 1)) if order else 0
+    copied = sum(_copied(len(order), constants, max(room, 1), there)) if order else 0
     best = len(order) if most == len(order) and copied < computed else 0
     pure = copied if best else computed
     mixed = range(1, min(most + 1, len(order)))
@@ -79,7 +85,7 @@ def split(
     return Split((*order[:best],), (*order[best:],), time, computed, copied)
 
 
-def _times(rows: list[int], constants: Constants, room: int, most: int) -> list[int]:
+def _times(rows: list[int], constants: Constants, room: int, most: int, there: int) -> list[int]:
     """The time of copying the first k of experts with so many rows, for k = 0 .. most."""
     alone, beside = [0], [0]  # the CPU's, of the last ones
     for n in reversed(rows):
@@ -88,23 +94,27 @@ def _times(rows: list[int], constants: Constants, room: int, most: int) -> list[
     count = len(rows)
     found = [constants.cpu_start + alone[count] if rows else 0]
     for k in range(1, most + 1):
-        copies = _copied(k, constants, room)
+        gpu = _copied(k, constants, room, there)
         found.append(
-            copies
+            sum(gpu)
             if k == count
-            else _both(k, alone[count - k], beside[count - k], copies, constants)
+            else _both(k, alone[count - k], beside[count - k], gpu, constants)
         )
     return found
 
 
-def _copied(count: int, constants: Constants, room: int) -> int:
-    return -(-count // room) * constants.copy_start + count * constants.copy_expert
+def _copied(count: int, constants: Constants, room: int, there: int) -> tuple[int, int]:
+    """The times of copies and of the GPU's products."""
+    copies = -(-count // room) * constants.copy_start + count * constants.copy_expert
+    return copies, (there + count) * constants.gpu_expert
 
 
-def _both(k: int, alone: int, beside: int, copies: int, constants: Constants) -> int:
-    """Two sides that start together slow each other down until one of them ends."""
+def _both(k: int, alone: int, beside: int, gpu: tuple[int, int], constants: Constants) -> int:
+    """Two sides that start together slow each other down until the CPU or the copies end."""
+    copies, products = gpu
     slow = copies + k * (constants.copy_expert_beside - constants.copy_expert)
     cpu = constants.cpu_start + beside
     if cpu <= slow:
-        return cpu + (slow - cpu) * constants.copy_expert // max(constants.copy_expert_beside, 1)
-    return slow + (cpu - slow) * alone // max(beside, 1)
+        rest = (slow - cpu) * constants.copy_expert // max(constants.copy_expert_beside, 1)
+        return cpu + rest + products
+    return slow + max((cpu - slow) * alone // max(beside, 1), products)

@@ -36,7 +36,7 @@ class Turnaround:
         self.home = Pinned(pages.empty((_EXPERTS, _BYTES), torch.uint8).zero_())
         slots = torch.zeros(_EXPERTS + k, _BYTES, dtype=torch.uint8, device=device)
         parts = Parts([Shape.of(self.home.tensor)], [self.home.address], [slots])
-        costs = [_NEVER, 0, 0, 0, 0, 0, 0] if copies else [0, 0, 0, 0, _NEVER, 0, 0]
+        costs = [_NEVER, *[0] * 7] if copies else [*[0] * 4, _NEVER, 0, 0, 0]
         layer = shared.model.layer(programs, [])
         self.moves = Moves(parts, _EXPERTS, _EXPERTS, k, costs, shared, layer)
         self.x = torch.zeros(tokens, features, dtype=torch.bfloat16, device=device)
@@ -88,13 +88,13 @@ class Copier:
 
     def _begin(self) -> None:
         shapes = shapes_of(self.home, layout_of(self.home, self.device))
-        self._pinned = {name: pinned(t) for name, t in large_of(self.home).items()}
-        slots = self.home.empty(self.most, self.device)
-        self._parts = Parts(
-            [shapes[name] for name in self._pinned],
-            [p.address for p in self._pinned.values()],
-            [slots[name] for name in self._pinned],
-        )
+        large, slots = large_of(self.home), self.home.empty(self.most, self.device)
+        self._homes = [
+            pinned(t) if name in large else Pinned(t.to(self.device), pin=False)
+            for name, t in self.home.tensors.items()
+        ]
+        addresses = [home.address for home in self._homes]
+        self._parts = Parts([*shapes.values()], addresses, [*slots.values()])
 
 
 def starts(device: torch.device) -> tuple[int, int]:

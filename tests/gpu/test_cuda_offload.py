@@ -29,10 +29,11 @@ from fusion_moe.runtime.host_memory import pages
 pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
 E, H, I, K = 32, 512, 256, 4
 ALL = E + 8  # slots, with spare ones
-# cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert, copy_expert_beside
-COMPUTES = Constants(0, 1, 1, 0, 0, 10**9, 10**9)
-COPIES = Constants(0, 10**9, 10**9, 0, 0, 1, 1)
-BOTH = Constants(0, 100, 110, 1, 0, 100, 110)
+# cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert,
+# copy_expert_beside, gpu_expert
+COMPUTES = Constants(0, 1, 1, 0, 0, 10**9, 10**9, 0)
+COPIES = Constants(0, 10**9, 10**9, 0, 0, 1, 1, 0)
+BOTH = Constants(0, 100, 110, 1, 0, 100, 110, 1)
 SPLITS = {"computes": COMPUTES, "copies": COPIES, "both": BOTH}
 
 

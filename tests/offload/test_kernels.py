@@ -47,7 +47,7 @@ def test_misses_are_those_of_the_split(folder):
     mixed = 0
     for turn in range(400):
         limit, cached = rng.randint(0, SPARES), rng.choice([0, 5, E])
-        constants = Constants(*(rng.choice([0, 7, 90, 100, 130, 1000, 10**10]) for _ in range(7)))
+        constants = Constants(*(rng.choice([0, 7, 90, 100, 130, 1000, 10**10]) for _ in range(8)))
         count = rng.randint(0, MOST)
         ids = torch.randint(-1, rng.randint(1, E), (count,), generator=generator)
         tables = torch.full((2, E), -1, dtype=torch.int32)
@@ -67,7 +67,8 @@ def test_misses_are_those_of_the_split(folder):
 
         named = torch.bincount(ids[ids >= 0], minlength=E)
         missed = [e for e in range(E) if named[e] > 0 and tables[version, e] < 0]
-        want = split({e: int(named[e]) for e in missed}, constants, limit, limit)
+        there = int((named > 0).sum()) - len(missed)
+        want = split({e: int(named[e]) for e in missed}, constants, limit, limit, there)
         mixed += bool(want.copied and want.computed)
         table = tables[version].clone()
         for i, expert in enumerate(want.copied):

@@ -84,8 +84,9 @@ def test_constants():
     assert (found.cpu_expert, found.cpu_expert_beside, found.cpu_row) == (2000, 2000, 5)
     assert (found.copy_expert, found.copy_expert_beside) == (4000, 8000)
     assert (found.cpu_start, found.copy_start) == (7, 8)
-    # products wait for copies: ten microseconds, and eight experts are read
-    assert replace(rates, gpu=8e9).constants(8000, 50).copy_start == 8 + 10_000 + 8_000
+    assert found.gpu_expert == 0
+    of_gpu = replace(rates, gpu=8e9).constants(8000, 50)  # whose products take time to begin
+    assert (of_gpu.copy_start, of_gpu.gpu_expert) == (8 + 10_000, 1000)
     for expected in EXPECTED.values():  # DeepSeek-V3's experts: a miss is the CPU's
         costs = expected.constants(24_800_000, 3 * 7168 * 2048)
         assert costs.cpu_expert < costs.copy_expert < 2 * costs.cpu_expert

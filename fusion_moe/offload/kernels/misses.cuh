@@ -9,25 +9,26 @@ namespace {
 // What parts of a step take, in nanoseconds: `Constants` of offload/split.py.
 struct Costs {
     i64 cpu_start, cpu_expert, cpu_expert_beside, cpu_row, copy_start, copy_expert,
-        copy_expert_beside;
+        copy_expert_beside, gpu_expert;
 
     // As split.py has it, to the last bit: of `missed` experts in order, with rows[order[i]] rows,
-    // the first `copied` are copied at once.
-    __device__ __forceinline__ i64 of(i32 copied, i32 missed, const i32* order,
+    // the first `copied` are copied at once; `there` others are on the GPU.
+    __device__ __forceinline__ i64 of(i32 copied, i32 missed, i32 there, const i32* order,
                                       const i32* rows) const {
-        i64 alone = 0, beside = 0;
+        i64 more = 0;
 #pragma unroll 1
-        for (i32 i = copied; i < missed; ++i) {
-            const i64 multiply = rows[order[i]] * cpu_row;
-            alone += max(cpu_expert, multiply), beside += max(cpu_expert_beside, multiply);
-        }
+        for (i32 i = copied; i < missed; ++i) more += rows[order[i]] - 1;
+        more *= cpu_row;
+        const i64 computed = missed - copied, alone = computed * cpu_expert + more,
+                  beside = computed * cpu_expert_beside + more;
         if (copied == 0) return cpu_start + alone;
-        const i64 copies = copy_start + copied * copy_expert;
-        if (copied == missed) return copies;
+        const i64 copies = copy_start + copied * copy_expert,
+                  products = (there + copied) * gpu_expert;
+        if (copied == missed) return copies + products;
         const i64 slow = copies + copied * (copy_expert_beside - copy_expert),
                   cpu = cpu_start + beside;
-        return cpu <= slow ? cpu + part(slow - cpu, copy_expert, copy_expert_beside)
-                           : slow + part(cpu - slow, alone, beside);
+        return cpu <= slow ? cpu + part(slow - cpu, copy_expert, copy_expert_beside) + products
+                           : slow + max(part(cpu - slow, alone, beside), products);
     }
 
   private:
@@ -73,29 +74,33 @@ struct FindMisses {
     // missing: they come from memory, since weights that were read after the last step have taken
     // their place in caches.
     __device__ __forceinline__ Found run(i32* memory) const {
-        __shared__ i32 table, missed, copied, hits, handed;
+        __shared__ i32 table, missed, there, copied, hits, handed;
         i32 *const rows = memory, *const fate = rows + experts, *const order = fate + experts,
                    *const on_cpu = order + experts, *const listed = on_cpu + count;
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts), n = i32(count);
 #pragma unroll 1
         for (i32 e = first; e < E; e += by) rows[e] = 0;
-        if (first == 0) missed = copied = hits = handed = 0;
+        if (first == 0) missed = there = copied = hits = handed = 0;
         prefetch_all();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         __syncthreads();
-        if (first == 0) table = agree();
+        // by a thread with little else to do: meanwhile the others read what it is likely to find
+        const i32 expected = load_flag(version);
+        if (first == by - 1) table = agree(expected);
 #pragma unroll 1
         for (i32 i = first; i < n; i += by) {
             const i64 id = i64(ids[i]);
             if (id >= 0 && id < experts) atomicAdd(rows + id, 1);
             if (blockIdx.x == 0 && (id < -1 || id >= experts)) report(error, BAD_ID, i, i32(id));
         }
+#pragma unroll 1
+        for (i32 e = first; e < E; e += by) fate[e] = load_flag(tables + expected * experts + e);
         __syncthreads();
         if (first == by - 1) leave();
 #pragma unroll 1
         for (i32 e = first; e < E; e += by) {
-            const i32 slot = load_flag(tables + table * experts + e);
+            const i32 slot = table == expected ? fate[e] : load_flag(tables + table * experts + e);
             fate[e] = slot >= 0 && slot < cached ? slot : NOWHERE;
             if (rows[e] == 0) continue;
             if (blockIdx.x == 0) atomicAdd(step.uses + e, rows[e]);
@@ -106,7 +111,7 @@ struct FindMisses {
             if (blockIdx.x == 0) place(fate), tell(hits, 0);
             return {0, 0, order, listed};
         }
-        split(rows, fate, order, missed, copied);
+        split(rows, fate, order, missed, there, copied);
         if (blockIdx.x == 0) place(fate);
         if (copied < missed) list(fate, on_cpu, listed, handed);
         const bool broken = handed > 0 && load_flag(&step.exchange->broken);
@@ -151,9 +156,9 @@ struct FindMisses {
 
     // The version of the table that the first block to ask finds: another one may be published
     // meanwhile.
-    __device__ __forceinline__ i32 agree() const {
-        const i32 now = load_flag(version) + 1, before = atomicCAS(&step.exchange->agreed, 0, now);
-        return (before ? before : now) - 1;
+    __device__ __forceinline__ i32 agree(i32 now) const {
+        const i32 before = atomicCAS(&step.exchange->agreed, 0, now + 1);
+        return before ? before - 1 : now;
     }
 
     // The last block lets the next step find another one: all have had their answer.
@@ -165,12 +170,16 @@ struct FindMisses {
 
     // Decides about each missed expert.
     __device__ __forceinline__ void split(const i32* rows, i32* fate, i32* order, i32 missed,
-                                          i32& copied) const {
+                                          i32& there, i32& copied) const {
         __shared__ i64 times[MOST_SPARES + 1];
         const i32 first = threadIdx.x, by = blockDim.x, E = i32(experts);
 #pragma unroll 1
         for (i32 e = first; e < E; e += by) {
-            if (rows[e] == 0 || fate[e] != NOWHERE) continue;
+            if (rows[e] == 0) continue;
+            if (fate[e] != NOWHERE) {
+                atomicAdd(&there, 1);
+                continue;
+            }
             i32 rank = 0;
 #pragma unroll 4
             for (i32 other = 0; other < E; ++other)
@@ -181,7 +190,7 @@ struct FindMisses {
         __syncthreads();
         const i32 most = min(missed, min(i32(spares), MOST_SPARES));
 #pragma unroll 1
-        for (i32 k = first; k <= most; k += by) times[k] = costs.of(k, missed, order, rows);
+        for (i32 k = first; k <= most; k += by) times[k] = costs.of(k, missed, there, order, rows);
         __syncthreads();
         if (first == 0) copied = choose_copies(times, missed, most);
         __syncthreads();
