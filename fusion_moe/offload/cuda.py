@@ -32,7 +32,7 @@ from ..runtime.host_memory import pages
 from ..runtime.native import Descriptor
 from .device import Counters, Home
 from .launches import Parts, Shape, why_not_tiled
-from .long_steps import Turn, turns_of
+from .long_steps import Turn, missed_of, turns_of
 from .moves import LIMIT, Moves, Shared
 from .pinned import pinned
 from .split import Constants
@@ -46,8 +46,8 @@ class Cuda:
 
     shared: of all layers of a model, whose steps follow each other; None: of this layer alone. It
     says how many rows a step may have at most that a graph captures. Longer ones stream experts
-    through the spare slots: as they are at home into one half of them, while what is in the other
-    half is multiplied by.
+    through the spare slots: as they are at home into one half of them, in two pieces of which one
+    is copied while the other is put in order, into the other half, which is multiplied by.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Cuda:
         self.moves = self._moves()
         self._steps: dict[Any, Steps] = {}
         self._side, self._changed = torch.cuda.Stream(device), torch.cuda.Event()
+        self._copied = torch.cuda.Event(), torch.cuda.Event()  # pieces of a turn
         # whether this change of the cache waits for earlier steps already, and the next step for it
         self._changing, self._whole = False, True
         self._uses = torch.zeros(home.experts, dtype=torch.int32).pin_memory()
@@ -86,6 +87,12 @@ class Cuda:
         slots = [self.slots[name] for name in names]
         at = {n: t.data_ptr() for n, t in self._there.items()}
         at |= {n: p.address for n, p in self._pinned.items()}
+        # what is copied of each expert: of the host, and of what is on the GPU anyway
+        self._lines: tuple[list[tuple[int, int, int]], ...] = [], []
+        for name, t in self.home.tensors.items():
+            home = self._there.get(name, t)
+            line = self.slots[name].data_ptr(), home.data_ptr(), t[0].nbytes
+            self._lines[name in self._there].append(line)
         # kernels do not ask where those are that lie in files
         parts = Parts(shapes, [at.get(name, 0) for name in names], slots)
         first = self._cached + self.spare // 2  # where long steps have them as they are at home
@@ -118,7 +125,19 @@ class Cuda:
         with torch.cuda.device(self.device), self.shared.turns.next():
             if ids.numel() <= self.shared.capacity:
                 return self._step(x, ids, w)
-            return self._stream(x, ids, w) if self.spare > 1 else self._in_pieces(x, ids, w)
+            if self.spare < 2:
+                return self._in_pieces(x, ids, w)
+            if cuda.capturing():
+                raise UnsupportedError(
+                    f"{ids.numel()} rows of offloaded experts in a CUDA graph",
+                    expected=f"at most {self.shared.capacity}",
+                    todo="capture steps of fewer tokens, or offload with a larger capacity",
+                    where="offload",
+                )
+            try:
+                return self._stream(x, ids, w)
+            finally:  # after an error, too: the next step may copy into the same slots
+                torch.cuda.current_stream().wait_stream(self._side)
 
     def _step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         placed = self.moves.begin(x, ids, w if self.home.weighs_input else None)
@@ -128,13 +147,6 @@ class Cuda:
 
     def _stream(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step: all missed experts that it names are copied, in turns."""
-        if cuda.capturing():
-            raise UnsupportedError(
-                f"{ids.numel()} rows of offloaded experts in a CUDA graph",
-                expected=f"at most {self.shared.capacity}",
-                todo="capture steps of fewer tokens, or offload with a larger capacity",
-                where="offload",
-            )
         turns, table, experts = self._turns(ids)
         if len(turns) == 1:
             placed = table[1][experts].int().view(ids.shape)
@@ -149,7 +161,7 @@ class Cuda:
         to, tokens, weights = order.int(), order // k, w.flatten()[order, None]
         all_named = sum(t.rows for t in turns) == count
         y = (x.new_empty if all_named else x.new_zeros)(count, x.shape[1])
-        for number, turn in self._copied(turns):
+        for number, turn in self._in_slots(turns):
             part = slice(turn.first, turn.first + turn.size)
             placed = torch.where(turn_of[part] == number, slots[part], -1)[:, None]
             given = x[tokens[part]], placed, weights[part]
@@ -164,37 +176,59 @@ class Cuda:
         """
         e = self.home.experts
         check_ids(ids, e, least=-1)
-        named = torch.bincount(ids[ids >= 0], minlength=e)
+        named = torch.bincount(ids.flatten() + 1, minlength=e + 1)[1:]
         self.moves.uses += named.int()
         rows, there = named.cpu(), self.places
-        turns, table = turns_of(rows, there, self.spare // 2, self._cached)
+        half = self.spare // 2
+        first = missed_of(rows, there)[:half].tolist()
+        for piece in range(2 if first else 0):  # at once: the link waits for nothing else
+            self._bring(first, piece)
+        turns, table = turns_of(rows, there, half, self._cached)
         hits, all_rows = int(rows[there >= 0].sum()), int(rows.sum())
         self._long += Counters(1, hits, all_rows - hits, sum(len(t.copied) for t in turns))
         return turns, table.to(self.device), torch.where(ids < 0, e, ids).flatten().long()
 
-    def _copied(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+    def _in_slots(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
         """Turns and their numbers, when what each copies is in slots. What the next one copies
-        comes meanwhile, as it is at home, once this one's copies, in the same place, are unpacked.
+        comes meanwhile.
         """
-        half, main = self.spare // 2, torch.cuda.current_stream()
+        main = torch.cuda.current_stream()
         for number, turn in enumerate(turns):
-            if turn.copied:
-                main.wait_stream(self._side)
-                self.moves.unpack(self._packed, self._cached, len(turn.copied))
-            if number + 1 < len(turns):
-                self._side.wait_stream(main)
-                self._copy(turns[number + 1].copied, self._cached + half)
+            for piece in range(2 if turn.copied else 0):
+                main.wait_event(self._copied[piece])
+                first, experts = self._piece(turn.copied, piece)
+                # here: beside the host's copies it had them wait for a product to end
+                self._copy(experts, first, there=True)
+                self.moves.unpack(self._packed, first, self._cached + first, len(experts))
+                if number + 1 < len(turns):
+                    self._bring(turns[number + 1].copied, piece)
             if turn.rows:
                 yield number, turn
 
-    def _copy(self, experts: list[int], first: int) -> None:
-        """Copies experts as they are at home, runs of them at once, by the GPU's copy engine."""
+    def _bring(self, copied: list[int], piece: int) -> None:
+        """Begins to copy a piece of a turn's experts, when what was in its place is unpacked."""
+        self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            for i, j in _runs(experts):
-                for name, slots in self.slots.items():
-                    home = self._there.get(name, self.home.tensors[name])
-                    to = slots[first + i : first + j]
-                    to.copy_(home[experts[i] : experts[j - 1] + 1], non_blocking=True)
+            first, experts = self._piece(copied, piece)
+            self._copy(experts, first, there=False)
+            self._copied[piece].record()
+
+    def _piece(self, copied: list[int], piece: int) -> tuple[int, list[int]]:
+        """The experts of a half of a turn's copies, and where they begin."""
+        each = -(-(self.spare // 2) // 2)
+        return piece * each, copied[piece * each :][:each]
+
+    def _copy(self, experts: list[int], first: int, there: bool) -> None:
+        """Copies experts as they are at home, runs of them at once, on the current stream: by the
+        GPU's copy engine, or what is there of them.
+        """
+        first += self._cached + self.spare // 2
+        copies = (
+            (to + (first + i) * each, home + experts[i] * each, (j - i) * each)
+            for i, j in _runs(experts)
+            for to, home, each in self._lines[there]
+        )
+        cuda.copy(copies, cuda.stream(self.device))
 
     def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step without room for copies: as many short ones as it takes."""
@@ -231,8 +265,9 @@ class Cuda:
                 self.moves.load(slot, expert)
             else:  # through a spare slot, which long steps use too
                 with self.shared.turns.next():
-                    self._copy([expert], self._cached + self.spare // 2)
-                    self.moves.unpack(self._packed, slot, 1)
+                    for there in (False, True):
+                        self._copy([expert], 0, there)
+                    self.moves.unpack(self._packed, 0, slot, 1)
         self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
         self._loaded += 1
 

@@ -33,6 +33,11 @@ class Turn:
         return -(-self.rows // each) * each
 
 
+def missed_of(named: Tensor, places: Tensor) -> Tensor:
+    """The experts that are named and not there."""
+    return ((named > 0) & (places < 0)).nonzero().flatten()
+
+
 def turns_of(named: Tensor, places: Tensor, each: int, first: int) -> tuple[list[Turn], Tensor]:
     """The turns, and i64[2, E + 1]: of each expert its turn and its slot; last of no expert, which
     has the turn after all and the slot -1.
@@ -40,7 +45,7 @@ def turns_of(named: Tensor, places: Tensor, each: int, first: int) -> tuple[list
     named, places [E]: rows of experts, and their slots or -1; each: how many are copied in a turn,
     into slots from `first` on. The first turn copies none.
     """
-    missed = ((named > 0) & (places < 0)).nonzero().flatten()
+    missed = missed_of(named, places)
     copies = [[], *(part.tolist() for part in missed.split(each) if len(part))]
     count, e = len(copies), len(named)
     table = torch.full((2, e + 1), -1, dtype=torch.int64)

@@ -164,9 +164,9 @@ class Moves:
         """Copies an expert into a slot, on the current stream, by as few blocks as PCIe needs."""
         self._load(cuda.stream(self.device), [expert, slot, 1, self.parts.address])
 
-    def unpack(self, copies: Parts, slot: int, count: int) -> None:
+    def unpack(self, copies: Parts, first: int, slot: int, count: int) -> None:
         """Puts copies that are on the GPU as they are at home into slots, from this one on."""
-        self._unpack(cuda.stream(self.device), [0, slot, count, copies.address])
+        self._unpack(cuda.stream(self.device), [first, slot, count, copies.address])
 
     def counted(self) -> dict[str, int]:
         """What steps did so far. Waits for them."""

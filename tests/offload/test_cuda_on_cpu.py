@@ -95,6 +95,7 @@ def gpu(folder, monkeypatch):
                 )
 
     fake = SimpleNamespace(index_of=lambda _: 0, stream=lambda _: 0, capturing=lambda: False)
+    fake.copy = lambda copies, _: [ctypes.memmove(*each) for each in copies]
     for module in (cuda, moves):
         monkeypatch.setattr(module, "torch", OnCpu())
         monkeypatch.setattr(module, "cuda", fake)
