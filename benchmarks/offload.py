@@ -53,6 +53,7 @@ from offload_layers import (
     Sizes,
     drawn,
     filled,
+    link_of,
     module,
     ways_of,
 )
@@ -113,7 +114,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A long step: milliseconds, and GB/s that are copied; peer: plain offloading's time."""
+    """A long step: milliseconds, and GB/s that are copied; peer: plain offloading's time; there:
+    that of the operation with all experts there; link: GB/s of one large copy.
+    """
 
     model: str
     routing: str
@@ -122,11 +125,19 @@ class Prompt:
     ms: float
     rate: float
     peer: float
+    there: float
+    link: float
+
+    @property
+    def share(self) -> float:
+        """Of what both copies and products need, whichever takes longer."""
+        return max(self.rate / self.link, self.there / self.ms)
 
     def __str__(self) -> str:
         return (
             f"{self.model} {self.routing} {self.resident} % there, a prompt of {self.tokens} "
-            f"tokens: {self.ms:.1f} ms, {self.rate:.1f} GB/s, peer {self.peer:.1f} ms"
+            f"tokens: {self.ms:.1f} ms, {self.rate:.1f} of {self.link:.1f} GB/s, peer "
+            f"{self.peer:.1f} ms, all there {self.there:.1f} ms"
         )
 
 
@@ -213,7 +224,10 @@ class Layers:
         experts, (steps, tokens) = self.sizes.experts, ids.shape[:2]
         named = [torch.bincount(i.flatten(), minlength=slots).tolist() for i in ids]
         missed = [{e: n for e, n in enumerate(row) if n and e >= slots} for row in named]
-        decided = [split(m, self.rates, experts, experts) for m in missed]
+        there = [sum(map(bool, row[:slots])) for row in named]
+        decided = [
+            split(m, self.rates, experts, experts, n) for m, n in zip(missed, there, strict=True)
+        ]
         middles = {n: middle(t) for n, t in times.items()}
         found: dict[str, Any] = {n: middles.pop(n) for n in WAYS}
         if middles:
@@ -234,28 +248,22 @@ class Layers:
         """A row for each routing and number of tokens, by the first layer."""
         home, slots = self.homes[0], self.sizes.experts * resident // 100
         device = self._device(home, slots, self.rates, spare=SPARE)
-        direct = Direct(self.whole[0], slots)
+        direct, link = Direct(self.whole[0], slots), link_of(self.on, home)
         for routing, tokens in wanted:
             ids = drawn(routing, self.sizes, tokens, 1)[0].to(self.on.device)
             x = torch.randn(tokens, self.sizes.hidden, device=self.on.device).bfloat16()
             w = torch.full(ids.shape, 1.0 / ids.shape[1], device=self.on.device)
-            ours, peer, copied = list[float](), list[float](), 0
+            steps = device.step, direct.offloading, direct.plain
+            times, copied = [list[float]() for _ in steps], 0
             for _ in range(4):
                 before = device.counters.bytes_copied
-                ours.append(self.on.microseconds(partial(device.step, x, ids, w)))
+                for found, step in zip(times, steps, strict=True):
+                    found.append(self.on.microseconds(partial(step, x, ids, w)))
                 copied = device.counters.bytes_copied - before
-                peer.append(self.on.microseconds(partial(direct.offloading, x, ids, w)))
             synchronize()
-            us = median(ours[1:])
-            yield Prompt(
-                self.name,
-                routing,
-                resident,
-                tokens,
-                us / 1e3,
-                copied / us / 1e3,
-                median(peer[1:]) / 1e3,
-            )
+            ours, peer, there = (median(found[1:]) / 1e3 for found in times)
+            cell = self.name, routing, resident, tokens
+            yield Prompt(*cell, ours, copied / ours / 1e6, peer, there, link)
         home.drop(self.sizes.experts + SPARE)
 
 
@@ -359,7 +367,8 @@ def page(found: Found) -> None:
         ("split / peer, at most 1", _most(r.split / r.peer for r in rows)),
         ("split / kt-kernel, at most 1", _most(r.split / r.kt for r in rows if r.kt)),
         ("prompts / peer, at most 1", _most(p.ms / p.peer for p in found.prompts)),
-        ("prompts, GB/s", _least(p.rate for p in found.prompts)),
+        ("prompts, of the link's rate", _least(p.rate / p.link for p in found.prompts)),
+        ("prompts, of that or of products", _least(p.share for p in found.prompts)),
         (
             "the CPU's experts / a read loop, beside copies, at least 0.75",
             _least(b.share for b in found.beside),

@@ -178,7 +178,8 @@ class Early:
         return [e for e in experts.tolist() if self.caches[layer].places[e] < 0]
 
     def _split(self, experts: Sequence[int]) -> Split:
-        return split(dict.fromkeys(experts, 1), self.costs, self.routes.k)
+        k = self.routes.k
+        return split(dict.fromkeys(experts, 1), self.costs, k, there=k - len(experts))
 
     def __str__(self) -> str:
         n = self.steps

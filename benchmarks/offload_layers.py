@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -223,6 +224,15 @@ def filled(device: Device, slots: int) -> Device:
     table[:slots] = torch.arange(slots)
     device.publish(table)
     return device
+
+
+def link_of(on: Gpu | Pretend, home: Home) -> float:
+    """GB/s of copies of a GiB to the device, or of as much as a home's largest tensor has."""
+    largest = max(home.tensors.values(), key=lambda t: t.nbytes)
+    source = largest.view(torch.uint8).flatten()[: 2**30]
+    to = torch.empty_like(source, device=on.device)
+    copies = [on.microseconds(lambda: to.copy_(source, non_blocking=True)) for _ in range(5)]
+    return source.nbytes / median(copies) / 1e3
 
 
 def ways_of(rates: Constants) -> Mapping[str, Constants]:
