@@ -14,7 +14,17 @@ from .integers import Packing
 
 # for each method an entry of its configuration, and the values that it may have
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "modelopt": ("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")),
+    "modelopt": (
+        "quant_algo",
+        (
+            "NVFP4",
+            "W4A16_NVFP4",
+            "FP8",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "FP8_PB_WO",
+            "MIXED_PRECISION",
+        ),
+    ),
     "compressed-tensors": (
         "format",
         (

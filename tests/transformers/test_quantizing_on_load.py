@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 import fusion_moe
 from fusion_moe.checkpoints import convert
 from fusion_moe.checkpoints import quantize as quantize_files
-from fusion_moe.encodings import FP8_CHANNEL, FP8_TENSOR, NVFP4, dequantize, quantize
+from fusion_moe.encodings import FP8, FP8_CHANNEL, FP8_TENSOR, NVFP4, dequantize, quantize
 from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
 from fusion_moe.nn.frozen.projections import Projections
@@ -257,6 +257,33 @@ def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
     save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match="experts.1.up_proj.weight_scale_inv"):
         from_pretrained(tmp_path, quantization_config=NVFP4Config())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scales", "encoding"),
+    [
+        ("FP8", (), FP8_TENSOR),
+        ("FP8_PER_CHANNEL_PER_TOKEN", ("n", 1), FP8_CHANNEL),
+        ("FP8_PB_WO", (2, 2), FP8),
+    ],
+)
+def test_eight_bit_floats_of_modelopt(algorithm, scales, encoding, tmp_path):
+    """With each kind of scale that its algorithms have."""
+    sizes = {"hidden_size": 144, "moe_intermediate_size": 160}
+    model_of("qwen3_moe", torch.float32, **sizes).save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in found if ".experts." in name]:
+        shape = [found[name].shape[0] if size == "n" else size for size in scales]
+        found |= {name: found[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(shape)}
+    want = {name: t.float() for name, t in found.items() if not name.endswith("_scale")}
+    save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "modelopt", "quant_algo": algorithm}
+    configured(tmp_path, lambda c: c.update(quantization_config=said))
+    made = from_pretrained(tmp_path, dtype=torch.float32).model.layers[0].mlp.experts
+    assert made.encoding == encoding
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(len(made.down_proj))]
+    down = torch.stack([want[name] for name in names])
+    assert torch.equal(dequantize(made.weight_of("down")), down)
 
 
 def test_an_expert_with_scales_of_another_kind(tmp_path):
