@@ -158,13 +158,14 @@ def check_finite(x: Tensor, encoding: Encoding, name: str = "x") -> None:
     # aminmax propagates NaN and needs no memory of x's size
     if x.numel() and not torch.stack(x.aminmax()).isfinite().all():
         bad, nan = ~x.isfinite(), int(x.isnan().sum())
+        holds = encoding.plain or encoding.element.holds_nan
+        lacks = "" if holds else ", which has no NaN or infinity"
         raise _at_first(
             bad,
             x,
             name,
             f"{nan} NaN and {int(bad.sum()) - nan} infinite",
-            expected="finite numbers to quantize to "
-            f"{encoding.name}{'' if encoding.plain else ', which has no NaN or infinity'}",
+            expected=f"finite numbers to quantize to {encoding.name}{lacks}",
             todo=f"find what produced them, or replace them with torch.nan_to_num({name})",
         )
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion_moe import encodings
 from fusion_moe.encodings import (
     BF16,
+    FP8,
     MXFP4,
     NVFP4,
     Quantized,
@@ -344,7 +345,7 @@ def test_check_finite(golden):
             {
                 f"{name} to {encoding.name}": partial(check_finite, x.to(dtype), encoding, "gate")
                 for name, dtype in FLOATS.items()
-                for encoding in (NVFP4, MXFP4, BF16)
+                for encoding in (NVFP4, MXFP4, FP8, BF16)
             }
         )
     )
