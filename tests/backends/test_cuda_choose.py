@@ -138,6 +138,11 @@ def layer(change: str) -> Fusion:
     y = fd.ops.cast(fd.ops.grouped_mm(rows, weights[1], of_rows), dtype="bf16")
     if change == "a bias":
         y = fd.ops.group_add(y, bias, of_rows)
+    elif change == "a bias of other groups":
+        of_bias = fd.ops.ends(offs, rows=tokens * 2, groups=fd.define_groups("h", GROUPS))
+        y = fd.ops.partition(fd.ops.reshape(y, new_shape=[tokens * 2, K]), of_bias)
+        y = fd.ops.reshape(fd.ops.group_add(y, bias, of_bias), new_shape=[tokens * 2, K])
+        y = fd.ops.partition(y, of_rows)
     elif change == "plus one":
         y = fd.ops.add(y, 1.0)
     fd.add_output(fd.ops.combine(y, slot_of, w))
@@ -151,6 +156,7 @@ def layer(change: str) -> Fusion:
     [
         ("nothing", {0, 1}),
         ("a bias", {0, 1}),
+        ("a bias of other groups", set()),
         ("plus one", set()),
         ("first stored", {1}),
         ("second stored", set()),

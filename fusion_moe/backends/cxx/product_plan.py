@@ -27,7 +27,8 @@ from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 _MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time for each
-# what leaves rows of zeros zeros, if its first operand has them; "add": if all have
+# what leaves rows of zeros zeros, if its first operand has them; "add": if all have; "group_add":
+# of the same groups
 _OF_ZEROS = ("add", "cast", "group_add", "group_mul", "partition", "reshape")
 # before everything else, with each result in memory
 MADE_FIRST = (
@@ -148,7 +149,7 @@ class ProductPlan:
             and self.groups > 0
             and not self.of_one_group
             and plain(self.combine.values[0].type.shape[0]) == plain(self.a.type.shape[0])
-            and _has_zeros(self.fusion, self.combine.values[0], self.made)
+            and _has_zeros(self, self.combine.values[0])
         )
 
     def width_of(self, v: Value) -> int:
@@ -472,13 +473,15 @@ def below(fusion: Fusion, index: Value) -> object:
     return plain(shape[0]) if routed == "row_of" else elements(shape)
 
 
-def _has_zeros(fusion: Fusion, v: Value, made: Collection[Value]) -> bool:
+def _has_zeros(plan: ProductPlan, v: Value) -> bool:
     """Whether rows of no group are zeros in v, as they are in what products made."""
-    op = fusion.producer(v, *_OF_ZEROS)
-    if v in made or op is None:
-        return v in made
+    op = plan.fusion.producer(v, *_OF_ZEROS)
+    if v in plan.made or op is None:
+        return v in plan.made
+    if op.kind.name == "group_add" and v.type.shape[0] != plan.a.type.shape[0]:
+        return False  # of other groups
     read = op.inputs if op.kind.name == "add" else op.inputs[:1]
-    return all(isinstance(x, Value) and _has_zeros(fusion, x, made) for x in read)
+    return all(isinstance(x, Value) and _has_zeros(plan, x) for x in read)
 
 
 def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...], bool]:
