@@ -20,6 +20,7 @@ from fusion_moe.arch import H200
 from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.nn import swiglu
 from fusion_moe.runtime import nvrtc
 
@@ -94,6 +95,39 @@ def test_codes_are_multiplied_where_groups_have_many_rows():
     few = names("qwen3", 8)
     assert [segment[0] for segment in few] == ["copies_0", "route", "reorder_activations"]
     assert few[1][-1] == "quantize"
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "at_once"),
+    [("tokens", 2, 2), ("tokens", "any", 1), ("tokens that an index picks", 2, 1)],
+)
+def test_a_token_is_read_once_for_its_slots(rows, slots, at_once):
+    """If their number is known, and tokens are read as they lie in memory."""
+    fd = FusionDefinition()
+    tokens, groups, k = fd.define_size("t"), fd.define_groups("g", 8), 256
+    of_slots = [tokens, fd.define_size("s") if slots == "any" else slots]
+    ids = fd.define_tensor(shape=of_slots, dtype="i64")
+    ends, row_of, slot_of = fd.ops.route(ids, groups=groups)
+    picked = fd.define_tensor(shape=[tokens], dtype="i64")
+    parts = []
+    for columns, dtype in (k, "f8e4m3"), (k // 128, "f32"):
+        x = fd.define_tensor(shape=[tokens, columns], dtype=dtype)
+        x = fd.ops.index_select(x, picked, dim=0) if rows != "tokens" else x
+        parts.append(fd.ops.index_select(x, row_of, dim=0))
+    x = fd.ops.pack(*parts, encoding="fp8_rows", layout="linear")
+    shapes = ([8, k, k], "f8e4m3"), ([8, k, k // 128], "f32")
+    weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+    weight = fd.ops.pack(*weight, encoding="fp8", layout="linear")
+    y = fd.ops.cast(fd.ops.grouped_mm(x, weight, ends), dtype="bf16")
+    fd.add_output(fd.ops.combine(y, slot_of, fd.define_tensor(shape=of_slots, dtype="f32")))
+    fusion = fd.fusion()
+    made = emitted(fusion)
+    assert [kernel.why for kernel in made] == [""] * len(made)
+    sizes = {name: 4096 if name == "t" else 2 for name in fusion.symbols}
+    steps = [step for step in choices(fusion, made, sizes, H200)[1] if step]
+    (sort,) = (kernel for step in steps for kernel in step.kernels if kernel.name == "sort_rows")
+    assert f"copy_row<4, {k}, {at_once}>(" in sort.text
+    build(sort, H200)
 
 
 @needs_nvdisasm

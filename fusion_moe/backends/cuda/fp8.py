@@ -167,8 +167,11 @@ class Fp8Product(Product):
         picks = self.fusion.producer(_parts(self)[0], "index_select")
         if picks is None or made_by_route(self.fusion, picks.values[1]) != "row_of":
             return None
-        route = self.fusion.producers[base_of(self.fusion, picks.values[1])]
-        return route.outputs[2] if route.outputs[2] in self.memory else None
+        if self.names.get(base_of(self.fusion, picks.values[0])) != self._operand.matrix:
+            return None  # tokens are gathered themselves
+        slot_of = self.fusion.producers[base_of(self.fusion, picks.values[1])].outputs[2]
+        fits = slot_of in self.memory and isinstance(plain(slot_of.type.shape[1]), int)
+        return slot_of if fits else None
 
     def _quantize(self) -> KernelSource:
         """Quantizes the product's result."""
