@@ -13,13 +13,13 @@ from fusions import fusion_of_call
 from on_cpu import HERE, compiled, copy
 from test_cuda_source import encoded, meta, needs_nvdisasm, sass, spills, tokens_of
 
-from fusion_moe import FusionDefinition
+from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H200
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda import plan
 from fusion_moe.backends.cuda.collective import Collective
 from fusion_moe.backends.cuda.join import join
-from fusion_moe.backends.cuda.launch import KERNELS, build
+from fusion_moe.backends.cuda.launch import KERNELS, Call, build
 from fusion_moe.compile import lower, segments
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
@@ -112,14 +112,8 @@ def test_sums_are_made_where_they_are_sent(rows):
         assert not any(spills(sass(build(kernel, arch))) for kernel in sends)
 
 
-@needs_nvdisasm
-@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
-@pytest.mark.parametrize(
-    ("tokens", "layout", "ordered"),
-    [(500, "w16x64", True), (500, "linear", False), (5, "w16x64", False)],
-)
-def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, ordered):
-    """Of large-M kernels: nothing reorders them where they come."""
+def layer(tokens: int, layout: str = "w16x64", of_experts: int = 32) -> Call:
+    """A layer of which four ranks have experts."""
     ranks, slots, h, inner = 4, 3, 512, 256
     weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
     fusion = fusion_of_call(
@@ -131,16 +125,39 @@ def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, or
         first_expert=8,
         peers=meta(ranks + 4, dtype=torch.int64),
         across="g",
-        of_experts=32,
+        of_experts=of_experts,
     )
     lowered = lower(fusion, TARGETS["cuda"], Options())
     joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
     assert joined
+    return joined
+
+
+@needs_nvdisasm
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize(
+    ("tokens", "layout", "ordered"),
+    [(500, "w16x64", True), (500, "linear", False), (5, "w16x64", False)],
+)
+def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, ordered):
+    """Of large-M kernels: nothing reorders them where they come."""
+    joined = layer(tokens, layout)
     found = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), H200)
     assert (found.steps[0].next == 1) == (found.steps[1].previous == 0) == ordered
     assert "reorder_activations" not in [kernel.name for kernel in found.kernels]
     (dispatch,) = found.steps[0].kernels
     assert not spills(sass(build(dispatch, H200)))
+
+
+@pytest.mark.parametrize(("of_experts", "background"), [(31, False), (32, True)])
+def test_rows_travel_as_they_are_where_ranks_may_choose_otherwise(of_experts, background):
+    """The last rank has fewer experts; or each has kernels for any size until its own are there."""
+    joined = layer(500, of_experts=of_experts)
+    with options.override(background_compile=background):
+        for any_size in (False, True):
+            sizes = dict.fromkeys(joined.parts.symbols, 500)
+            found = joined.choose(sizes, H200, any_size)
+            assert found.steps[0].next is found.steps[1].previous is None
 
 
 @needs_nvdisasm

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ... import options
 from ...arch import Arch
 from ...ir.binding import nbytes
 from ...runtime import memory
@@ -114,8 +115,11 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
         s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant)
         for s in sources
     ]
+    # ranks send in one order, but each has kernels for any size until its own are compiled
+    may_send = not options.current().background_compile
     may_chain = [
-        isinstance(s, Collective) or c.may_chain for s, c in zip(sources, chosen, strict=True)
+        may_send if isinstance(s, Collective) else c.may_chain
+        for s, c in zip(sources, chosen, strict=True)
     ]
     links = [(i, j) for i, j in parts.links if may_chain[i] and may_chain[j]]
     for i, j in links:

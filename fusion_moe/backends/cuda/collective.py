@@ -64,11 +64,14 @@ class Collective(Source):
 
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
-        """The rows that others sent, if these are 16-bit numbers in whole K blocks."""
+        """The rows that others sent, if these are 16-bit numbers in whole K blocks, and ranks have
+        equally many experts: all choose the order that they send in as their own products read it.
+        """
         rows = self.op.outputs[0]
         width, plain_rows = known(rows.type.shape[1]), len(self._parts) == 1
         fits = plain_rows and DTYPES[rows.type.dtype].itemsize == 2 and width % _K_BLOCK == 0
-        return (rows, width) if self.sends and fits else None
+        equal = self.op.attrs["experts"] % self._ranks == 0
+        return (rows, width) if self.sends and fits and equal else None
 
     def _call(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""

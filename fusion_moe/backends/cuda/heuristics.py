@@ -48,7 +48,7 @@ class Chosen:
 
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
-    fragment order, as the previous product wrote them, and whether its result is in fragment order.
+    fragment order, as the previous segment wrote them, and whether the result is in fragment order.
     without_rest: whether rows of no group are left unwritten, since nothing reads them.
     quantizes_after: whether a kernel after a product without variants quantizes its result. sorts:
     whether one before it copies the rows that it gathers.
