@@ -20,7 +20,7 @@ from fusion_moe.backends.cuda import plan
 from fusion_moe.backends.cuda.collective import Collective
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, Call, build
-from fusion_moe.compile import lower, segments
+from fusion_moe.compile import Lowered, lower, segments
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
@@ -74,6 +74,30 @@ def test_kernels_compile_and_keep_all_in_registers(case):
                 assert not spills(sass(build(kernel, arch))), kernel.name
 
 
+def layer(tokens: int, of_experts: int = 32, **how: str) -> Fusion:
+    """A layer of which four ranks have experts."""
+    ranks, slots, h, inner = 4, 3, 512, 256
+    weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
+    return fusion_of_call(
+        "fused_experts",
+        *tokens_of(tokens, slots, h),
+        *weights,
+        weight_format="nvfp4",
+        first_expert=8,
+        peers=meta(ranks + 4, dtype=torch.int64),
+        across="g",
+        of_experts=of_experts,
+        **how,
+    )
+
+
+def joined_of(lowered: Lowered) -> Call:
+    made = [emit(s, TARGETS["cuda"]) for s in lowered.segments]
+    joined = join(lowered.stages[-1][1], made)[1]
+    assert joined
+    return joined
+
+
 @needs_nvdisasm
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 @pytest.mark.parametrize("rows", ["bf16", "fp8"])
@@ -81,28 +105,15 @@ def test_sums_are_made_where_they_are_sent(rows):
     """In a layer of experts: of the rows between, only those of groups are written. Rows in FP8 are
     quantized before they are sent.
     """
-    ranks, tokens, slots, h, inner = 4, 6, 3, 512, 128
-    weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
-    fusion = fusion_of_call(
-        "fused_experts",
-        *tokens_of(tokens, slots, h),
-        *weights,
-        weight_format="nvfp4",
-        activation_format=rows,
-        first_expert=8,
-        peers=meta(ranks + 4, dtype=torch.int64),
-        across="g",
-        of_experts=32,
-    )
-    lowered = lower(fusion, TARGETS["cuda"], Options())
+    tokens = 6
+    lowered = lower(layer(tokens, activation_format=rows), TARGETS["cuda"], Options())
     *before, first, _, _, last = lowered.segments
     assert [s.kind for s in before] == (["layout"] if rows == "fp8" else [])
     assert [op.kind.name for op in first.fusion.ops] == ["dispatch"]
     assert [op.kind.name for op in last.fusion.ops] == [
         *("combine", "cast", "partition", "combine_from")
     ]
-    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
-    assert joined
+    joined = joined_of(lowered)
     for arch in (A100, H200):
         kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
         products = [kernel.given.numbers[:2] for kernel in kernels if kernel.given]
@@ -110,27 +121,6 @@ def test_sums_are_made_where_they_are_sent(rows):
         sends = [kernel for kernel in kernels if kernel.name in EXCHANGE]
         assert [kernel.name for kernel in sends] == EXCHANGE
         assert not any(spills(sass(build(kernel, arch))) for kernel in sends)
-
-
-def layer(tokens: int, layout: str = "w16x64", of_experts: int = 32) -> Call:
-    """A layer of which four ranks have experts."""
-    ranks, slots, h, inner = 4, 3, 512, 256
-    weights = [encoded("nvfp4", 8, *nk) for nk in ((2 * inner, h), (h, inner))]
-    fusion = fusion_of_call(
-        "fused_experts",
-        *tokens_of(tokens, slots, h),
-        *weights,
-        weight_format="nvfp4",
-        weight_layout=layout,
-        first_expert=8,
-        peers=meta(ranks + 4, dtype=torch.int64),
-        across="g",
-        of_experts=of_experts,
-    )
-    lowered = lower(fusion, TARGETS["cuda"], Options())
-    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
-    assert joined
-    return joined
 
 
 @needs_nvdisasm
@@ -141,7 +131,7 @@ def layer(tokens: int, layout: str = "w16x64", of_experts: int = 32) -> Call:
 )
 def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, ordered):
     """Of large-M kernels: nothing reorders them where they come."""
-    joined = layer(tokens, layout)
+    joined = joined_of(lower(layer(tokens, weight_layout=layout), TARGETS["cuda"], Options()))
     found = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), H200)
     assert (found.steps[0].next == 1) == (found.steps[1].previous == 0) == ordered
     assert "reorder_activations" not in [kernel.name for kernel in found.kernels]
@@ -152,7 +142,8 @@ def test_rows_travel_in_the_order_in_which_products_read_them(tokens, layout, or
 @pytest.mark.parametrize(("of_experts", "background"), [(31, False), (32, True)])
 def test_rows_travel_as_they_are_where_ranks_may_choose_otherwise(of_experts, background):
     """The last rank has fewer experts; or each has kernels for any size until its own are there."""
-    joined = layer(500, of_experts=of_experts)
+    fusion = layer(500, of_experts, weight_layout="w16x64")
+    joined = joined_of(lower(fusion, TARGETS["cuda"], Options()))
     with options.override(background_compile=background):
         for any_size in (False, True):
             sizes = dict.fromkeys(joined.parts.symbols, 500)
@@ -179,8 +170,7 @@ def test_gradients_take_the_same_kernels():
     )
     backward = differentiate(fusion, [0, 2, 3, 4]).backward
     lowered = lower(backward, TARGETS["cuda"], Options())
-    joined = join(lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments])[1]
-    assert joined
+    joined = joined_of(lowered)
     for arch in (A100, H200):
         kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
         names = [kernel.name for kernel in kernels]
