@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from tempfile import mkstemp
 
 import pytest
 import torch
 import torch.distributed as dist
+from experts import experts
 
 from fusion_moe.distributed import parallelize, symmetric
 from fusion_moe.errors import OptionError, RankError
+from fusion_moe.nn import prepare_
+from fusion_moe.nn.frozen import folded
 from fusion_moe.runtime import faults
 
 HERE, THERE = ("node", "boot"), ("node", "another boot")
@@ -142,5 +146,31 @@ def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
         first.need(4, 2)
         assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
         assert int(second.peers[2]) == 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_fold_weights_alike_whatever_tokens_each_has(tmp_path, monkeypatch):
+    """By the capacity: what they send each other depends on what their products read."""
+    monkeypatch.setattr(folded, "FROM", 3)
+    packed, x = experts(8, 128, 128), torch.randn(2, 128).bfloat16()
+    other = copy.deepcopy(packed)
+    prepare_(other, weights="both")
+    ids, w = torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+    of_few = other(x, ids, w)
+    assert torch.equal(of_few, packed(x, ids, w))
+    prepare_(packed, weights="fp8")
+    of_many = packed(x, ids, w)
+    assert not torch.equal(of_many, of_few)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        layer = symmetric.GroupMemory.of_group(dist.group.WORLD, torch.device("cpu")).layer(8, 128)
+        other.first_expert = 0
+        for capacity, want in (11, of_few), (12, of_many):
+            layer.capacity = capacity
+            layer.need(capacity, 2)
+            assert torch.equal(other(x, ids, w, layer.arguments()), want)
     finally:
         dist.destroy_process_group()

@@ -82,7 +82,10 @@ class Experts(Projections):
             hidden_states = of_gate_up.pad_columns(hidden_states)
         arguments, of_fold = self._arguments(hidden_states), False
         if self.weights != "packed" or self.activation_format == "fp8":
-            of_fold = self._folded(top_k_index.numel())
+            rows = top_k_index.numel()
+            if adapters and "capacity" in adapters:  # ranks send each other what products read
+                rows = int(adapters["capacity"]) * top_k_index.shape[-1] or rows
+            of_fold = self._folded(rows)
             arguments |= self._format(of_fold)
         if adapters:
             arguments |= adapters
