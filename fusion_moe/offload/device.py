@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..definitions.operations import each_tensor
 from ..nn.frozen.experts import Experts
+from .long_steps import missed_of
 from .split import Constants, Split, split
 from .steps import Steps, steps_of
 
@@ -169,7 +170,7 @@ def decide(
     """
     flat = ids.flatten()
     uses = torch.bincount(flat[flat >= 0], minlength=len(places))
-    missed = ((uses > 0) & (places < 0)).nonzero().flatten().tolist()
+    missed = missed_of(uses, places).tolist()
     rows = dict(zip(missed, uses[missed].tolist(), strict=True))
     there = int(((uses > 0) & (places >= 0)).sum())
     return split(rows, constants, spare, limit, there), uses

@@ -26,7 +26,7 @@ from .split import Constants
 
 _MANY = 256  # rows, whose products take longer than reading an expert
 _SOME = 12  # experts of a call
-_REPEATS = 31
+_REPEATS = 31  # whose median counts: steps, too, are at times slowed down by other programs
 _PRODUCT = 10_000  # nanoseconds to begin the GPU's products
 _OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
@@ -116,7 +116,7 @@ def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine
     (many,) = _products(home, desk, 1, rows=_MANY)  # first: it wakes the CPU up
     start, expert = _line(home, desk)
     rows = max(many - expert, many / 2)  # of all but the first one
-    _, alone = _of_line(home, *(_usual(_copies(home, copy, n)) for n in (1, _some(home))))
+    _, alone = _of_line(home, *(median(_copies(home, copy, n)) for n in (1, _some(home))))
     copy_beside, cpu_beside = _beside(home, desk, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
@@ -145,11 +145,6 @@ def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
     return max(one - expert, 1000), expert
 
 
-def _usual(times: list[float]) -> float:
-    """As the steps take it that the constants are for: some of them beside other programs, too."""
-    return median(times)
-
-
 def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float]:
     """The nanoseconds that the worker computes so many rows of each of so many experts, which are
     others in each call. Counts take turns, so that what slows the machine slows them alike.
@@ -168,7 +163,7 @@ def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float
                 raise WorkerError("the worker did not compute", where="offload")
             found.append(float(desk.busy() - before))
             first += count
-    return [_usual(found[2:]) for found in times]  # the first ones learn the form
+    return [median(found[2:]) for found in times]  # the first ones learn the form
 
 
 def _copies(home: Home, copy: Copy, count: int) -> list[float]:
@@ -196,7 +191,7 @@ def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
         finally:
             end.set()
         other.result()  # raises what went wrong there
-    return _usual(copies) / _some(home), cpu
+    return median(copies) / _some(home), cpu
 
 
 def _ns(amount: float, rate: float) -> int:
