@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..messages.progress import progress
 from .conversion import Source
-from .experts import experts_of, layers_of_experts
+from .experts import layers_of_experts
 from .fused import FusedOrder, family_order, matrices_of, order_of
 
 
@@ -77,7 +77,7 @@ def _squares(name: str, mine: Mapping[str, _Matrix], theirs: Mapping[str, _Matri
 def _matrices(source: Source) -> dict[str, _Matrix]:
     """All matrices by name, those of experts as `…experts.3.gate_proj`."""
     config, plain = source.directory.config, source.plain
-    layers = layers_of_experts([*source.weights, *plain], experts_of(config)).values()
+    layers = layers_of_experts([*source.weights, *plain], config).values()
     found: dict[str, _Matrix] = {}
     for layer in layers:
         shapes = {

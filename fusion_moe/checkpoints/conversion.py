@@ -28,7 +28,7 @@ from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
 from .configurations import compressed_config, modelopt_config, older_config, own_entries
 from .directory import Directory, without_quantization
-from .experts import experts_of, layers_of_experts
+from .experts import layers_of_experts
 from .headers import Entry
 from .schemes import FP8_OF_MATRIX, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
@@ -113,7 +113,7 @@ class Source:
         """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
         directory = Directory.open(path)
         source = cls(directory, weights_in(directory))
-        layers_of_experts([*source.weights, *source.plain], experts_of(directory.config))
+        layers_of_experts([*source.weights, *source.plain], directory.config)
         return source
 
     @cached_property

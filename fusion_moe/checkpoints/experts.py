@@ -22,6 +22,7 @@ from .directory import TEXT_MODEL
 from .headers import shown
 
 T = TypeVar("T")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # entries of config.json
 # gate, up and down by either name
 PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _SAME = dict(zip(PER_EXPERT[1], PER_EXPERT[0], strict=True))
@@ -63,35 +64,48 @@ class LayerExperts:
         return tuple(name for names in self.projections.values() for name in names)
 
 
-def experts_of(config: Mapping[str, Any]) -> int | None:
-    """How many experts a layer has, by config.json; None if it does not say."""
-    return _number(config, "num_experts", "num_local_experts", "n_routed_experts")
-
-
-def hidden_layers_of(config: Mapping[str, Any]) -> int | None:
-    """How many layers a model has, by config.json, without those that predict further tokens; None
-    if it does not say.
+def parts_of(config: Mapping[str, Any], name: str = "") -> list[Mapping[str, Any]]:
+    """The parts of config.json that may describe the module of a tensor: of a tower, the one that
+    its name begins as, `vision_config` for `vision_tower…` or `visual…`; of all else the text model
+    and the whole.
     """
-    return _number(config, "num_hidden_layers")
+    words = name.split(".")
+    for key, part in config.items():
+        begins = key.removesuffix("_config")[:3]
+        tower = key.endswith("_config") and isinstance(part, Mapping)
+        if tower and any(word.startswith(begins) for word in words):
+            return parts_of(part, name)
+    return [*(part for key in TEXT_MODEL if isinstance(part := config.get(key), Mapping)), config]
 
 
-def predicts_further_tokens(name: str, hidden_layers: int | None) -> bool:
-    """Whether a tensor belongs to multi-token prediction (MTP): a module `mtp…`, or a layer from
-    number hidden_layers on.
+def experts_of(config: Mapping[str, Any], name: str = "") -> int | None:
+    """How many experts a layer has, by config.json; None if it does not say. name: the layer's, or
+    that of a tensor in it, for a model with several towers; "" for the text model.
     """
-    layer = _LAYER.search(name)
+    return number(config, name, COUNTS)
+
+
+def hidden_layers_of(config: Mapping[str, Any], name: str = "") -> int | None:
+    """How many layers a model has, or its tower with a tensor of this name, by config.json, without
+    those that predict further tokens; None if it does not say.
+    """
+    return number(config, name, ("num_hidden_layers",))
+
+
+def predicts_further_tokens(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor belongs to multi-token prediction (MTP): a module `mtp…`, or a layer beyond
+    those that config.json counts.
+    """
+    layer, hidden_layers = _LAYER.search(name), hidden_layers_of(config, name)
     return bool(_MTP.search(name)) or (
         layer is not None and hidden_layers is not None and int(layer[1]) >= hidden_layers
     )
 
 
-def _number(config: Mapping[str, Any], *keys: str) -> int | None:
-    """An entry of config.json, for the whole model or its text model."""
-    for part in (config, *(config.get(name) for name in TEXT_MODEL)):
-        for key in keys:
-            if isinstance(part, dict) and type(part.get(key)) is int:
-                return part[key]
-    return None
+def number(config: Mapping[str, Any], name: str, keys: Iterable[str]) -> int | None:
+    """The first of some entries of config.json that is an integer, for the module of a tensor."""
+    found = (part.get(key) for part in parts_of(config, name) for key in keys)
+    return next((value for value in found if type(value) is int), None)
 
 
 def expert_of(name: str) -> tuple[str, str, int] | None:
@@ -113,10 +127,10 @@ def expert_of(name: str) -> tuple[str, str, int] | None:
 
 
 def layers_of_experts(
-    weights: Iterable[str], experts: int | None = None
+    weights: Iterable[str], experts: int | Mapping[str, Any] | None = None
 ) -> dict[str, LayerExperts]:
     """The layers of experts among weight names (without `.weight` or another suffix), by name.
-    experts: how many each layer has.
+    experts: how many each layer has, or the config.json that says it.
 
     CheckpointError if experts are missing or there twice, have other projections than the rest, or
     are stored in both ways, and as from `expert_of`.
@@ -142,10 +156,11 @@ def layers_of_experts(
         for name, projections in single.items()
     }
     for layer in layers.values():
-        if experts not in (None, layer.experts):
+        wanted = experts_of(experts, layer.name) if isinstance(experts, Mapping) else experts
+        if wanted not in (None, layer.experts):
             raise CheckpointError(
                 f"{layer.experts} experts",
-                expected=f"{shown(experts)}, by config.json",
+                expected=f"{shown(wanted)}, by config.json",
                 where=layer.name,
             )
     return layers | {

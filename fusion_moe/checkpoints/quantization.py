@@ -30,8 +30,6 @@ from .conversion import (
 from .directory import Directory
 from .experts import (
     LayerExperts,
-    experts_of,
-    hidden_layers_of,
     layers_of_experts,
     predicts_further_tokens,
 )
@@ -132,10 +130,10 @@ def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = source.plain, source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
-    layers = layers_of_experts([*plain, *fp8], experts_of(config))
+    layers = layers_of_experts([*plain, *fp8], config)
     check_skip(how.skip, [*layers], "quantize")
     for layer in layers.values():
-        further = predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config))
+        further = predicts_further_tokens(f"{layer.name}.", config)
         if further or fits(layer.name, how.skip):
             continue
         # its other sizes may be any

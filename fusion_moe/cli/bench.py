@@ -133,8 +133,9 @@ def bench(
 
         contenders, whole, weights = _contenders(directory, config, to, layers, where)
         ours, model = contenders[0], contenders[-1].model
-        some = model.config.num_hidden_layers
-        tokens = min(tokens, getattr(model.config, "max_position_embeddings", None) or tokens)
+        text = model.config.get_text_config()
+        some = text.num_hidden_layers
+        tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
         rows = tuple(of.compared(contenders, batch or [1], after, tokens, repeats))
         heads = {b: of.head(model, b, repeats) for b in batch or [1]} if some < whole else {}
         why = why_plain(model)
@@ -168,13 +169,17 @@ def _contenders(
         Directory.open(directory)  # says what is wrong with it
         with a_model(directory):
             contenders = of.loaded(directory, device, to)
-        return contenders, contenders[0].model.config.num_hidden_layers, str(directory)
+        return (
+            contenders,
+            contenders[0].model.config.get_text_config().num_hidden_layers,
+            str(directory),
+        )
     if config not in of.SIZES and not Path(config).exists():
         expected = f"{', '.join(of.SIZES)}, or a file or directory"
         raise OptionError(f"--config {config}", expected=expected, where="bench")
     with a_model(Path(config)):
         sizes = of.config_of(config) if config in of.SIZES else configuration(config)
-    whole = sizes.num_hidden_layers
+    whole = sizes.get_text_config().num_hidden_layers
     # the rule that is fastest to compute: numbers are random anyway
     contenders = of.beside(of.made(sizes, layers, device), to=CONFIGS[to](scales="max"))
     return contenders, whole, "random weights"

@@ -109,11 +109,9 @@ def model_of(path: Path) -> nn.Module:
     directory = Directory.open(path)
     method = method_of(directory.quantization, str(path))
     try:
-        from transformers import AutoModelForCausalLM
-
         import fusion_moe.transformers  # noqa: F401  (experts_implementation)
 
-        from ..transformers.loading import configuration
+        from ..transformers.loading import configuration, on_meta
         from ..transformers.replacements import replace_modules
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
@@ -125,8 +123,7 @@ def model_of(path: Path) -> nn.Module:
     with a_model(path):
         config = configuration(path)
         config.quantization_config = None
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = on_meta(config, str(path))
     if method:
         said = directory.quantization
         config = NVFP4Config(**own_entries(said))

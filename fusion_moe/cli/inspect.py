@@ -22,7 +22,6 @@ from ..checkpoints import (
     StoredWeight,
     all_eight_bits,
     check_scales,
-    experts_of,
     layers_of_experts,
     method_of,
     packing_of,
@@ -173,7 +172,7 @@ def inspection(
         weights = stored_weights(entries, method, packing_of(quantization))
         layers_of_experts(
             [*weights, *(name.removesuffix(".weight") for name in entries)],
-            experts_of(directory.config),
+            directory.config,
         )
         if values:
             check_scales(directory, weights)

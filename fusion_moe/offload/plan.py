@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..checkpoints import Directory
-from ..checkpoints.experts import hidden_layers_of, predicts_further_tokens
+from ..checkpoints.experts import number, predicts_further_tokens
 from ..checkpoints.stored import all_eight_bits, weights_in
 from ..errors import OptionError, UnsupportedError
 from ..messages.units import amount, count
@@ -28,8 +28,7 @@ KV_TOKENS = 8192  # whose keys and values are left room, if nobody says how many
 WORKSPACE = 2**30  # of a GPU: its context, activations, what kernels need
 DISK = 3e9  # bytes per second that a disk is read with, of NVMe: assumed
 LAUNCHES = 20e-6  # seconds of a layer of small weights: about ten kernels in a CUDA graph
-_EXPERTS = re.compile(r"^(.*\bexperts)\b")  # not shared_experts
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = re.compile(r"^(.*\bexperts)\b(?:\.(\d+)\.)?")  # not shared_experts
 _SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 _INNER = ("moe_intermediate_size", "intermediate_size")
 _MARGIN = 4 * pages.PAGE  # of the files of a layer
@@ -75,20 +74,21 @@ class Model:
         """By the headers of a directory's files, without what predicts further tokens, which is
         not loaded. UnsupportedError for one without experts in few bits.
         """
-        config, hidden_layers = _text(directory.config), hidden_layers_of(directory.config)
+        config, counts = directory.config, defaultdict[str, int](int)
         sizes, rest, dtypes = defaultdict[str, int](int), 0, set[torch.dtype]()
         of_eight_bits = _of_eight_bits(directory)
         for name, entry in directory.tensors.items():
-            if predicts_further_tokens(name, hidden_layers):
+            if predicts_further_tokens(name, config):
                 continue
             nbytes = of_eight_bits.get(name, entry.nbytes)
             if found := _EXPERTS.match(name):
+                of_layer = int(found[2]) + 1 if found[2] else (*entry.shape, 0)[0]
+                counts[found[1]] = max(counts[found[1]], of_layer)
                 sizes[found[1]] += nbytes
                 dtypes.add(entry.dtype)
             else:
                 rest += nbytes
-        experts = _entry(config, _COUNTS)
-        if not sizes or not experts:
+        if not sizes or not all(counts.values()):
             raise _no_experts(str(directory.path))
         if all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
             raise UnsupportedError(
@@ -98,24 +98,23 @@ class Model:
                 "from_pretrained(..., quantization_config=NVFP4Config()) while it reads them",
                 where=str(directory.path),
             )
-        macs = 3 * _entry(config, ("hidden_size",)) * _entry(config, _INNER)
-        slots = _entry(config, _SLOTS) or 1
-        return cls(
-            tuple(Layer(name, experts, n // experts, macs, slots) for name, n in sizes.items()),
-            rest,
-            _kv(config),
-        )
+        layers = []
+        for name, nbytes in sizes.items():
+            hidden, inner = (number(config, name, keys) or 0 for keys in (("hidden_size",), _INNER))
+            each, slots = nbytes // counts[name], number(config, name, _SLOTS) or 1
+            layers.append(Layer(name, counts[name], each, 3 * hidden * inner, slots))
+        return cls(tuple(layers), rest, _kv(config))
 
     @classmethod
     def of_module(cls, model: nn.Module, experts: Mapping[str, Experts]) -> Model:
         """Of a loaded model, whose experts are these."""
-        config = _text(getattr(getattr(model, "config", None), "to_dict", dict)())
+        config = getattr(getattr(model, "config", None), "to_dict", dict)()
         inside = {id(p) for module in experts.values() for p in module.parameters()}
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
         rest = sum(t.nbytes for key, t in tensors.items() if key not in inside)
-        slots = _entry(config, _SLOTS) or 1
         layers = []
         for name, module in experts.items():
+            slots = number(config, name, _SLOTS) or 1
             shapes = [module.shape_of(projection) for projection in module.projections]
             count, macs = shapes[0][0], sum(n * k for _, n, k in shapes)
             layers.append(Layer(name, count, -(-module.nbytes // count), macs, slots))
@@ -318,26 +317,19 @@ def bytes_of(size: int | str, name: str = "max_memory") -> int:
     return int(float(found[1]) * base ** _UNITS[found[2].upper()])
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a multimodal model's language model, or the configuration itself."""
-    return next((config[n] for n in ("text_config", "llm_config") if config.get(n)), config)
-
-
-def _entry(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    found = next((config[name] for name in names if isinstance(config.get(name), int)), 0)
-    return int(found)
-
-
 def _kv(config: Mapping[str, Any]) -> int:
     """Bytes of a token's keys and values in 16 bits, as transformers' caches keep them."""
-    heads = _entry(config, ("num_attention_heads",))
-    if nope := _entry(config, ("qk_nope_head_dim",)):  # multi-head latent attention
-        size = nope + _entry(config, ("qk_rope_head_dim",)) + _entry(config, ("v_head_dim",))
-        per_layer = heads * size
+
+    def entry(key: str) -> int:  # of the text model
+        return number(config, "", (key,)) or 0
+
+    heads = entry("num_attention_heads")
+    if nope := entry("qk_nope_head_dim"):  # multi-head latent attention
+        per_layer = heads * (nope + entry("qk_rope_head_dim") + entry("v_head_dim"))
     else:
-        size = _entry(config, ("head_dim",)) or _entry(config, ("hidden_size",)) // max(heads, 1)
-        per_layer = 2 * (_entry(config, ("num_key_value_heads",)) or heads) * size
-    return 2 * per_layer * _entry(config, ("num_hidden_layers",))
+        size = entry("head_dim") or entry("hidden_size") // max(heads, 1)
+        per_layer = 2 * (entry("num_key_value_heads") or heads) * size
+    return 2 * per_layer * entry("num_hidden_layers")
 
 
 def _of_eight_bits(directory: Directory) -> dict[str, int]:

@@ -115,13 +115,15 @@ class Row:
 
 def made(config: Any, layers: int, device: str) -> Any:
     """A model of a configuration in bf16, with so many layers (0: all) and random weights."""
+    text = config.get_text_config()
     if layers:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        whole, text.num_hidden_layers = text.num_hidden_layers, layers
+        for key, kinds in vars(text).items():  # what each layer is
+            if isinstance(kinds, list) and len(kinds) == whole and isinstance(kinds[0], str):
+                setattr(text, key, kinds[:layers])
     torch.manual_seed(0)
     with torch.device(device):
-        phase(f"making {count(config.num_hidden_layers, 'layer')} with random weights")
+        phase(f"making {count(text.num_hidden_layers, 'layer')} with random weights")
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -202,7 +204,8 @@ def _for_tokens(contenders: Sequence[Contender], tokens: int) -> list[Contender]
 
 
 def _ids(model: Any, batch: int, tokens: int) -> Tensor:
-    return torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (batch, tokens), device=model.device)
 
 
 @torch.no_grad()

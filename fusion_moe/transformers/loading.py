@@ -239,6 +239,16 @@ def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, An
     )
 
 
+def on_meta(config: Any, where: str = "") -> Any:
+    """A model of a configuration without weights, of the class that `from_pretrained` takes. The
+    configuration becomes the model's own.
+    """
+    kind = _class_named(config, where, {})
+    of_model = issubclass(kind, PreTrainedModel)
+    with torch.device("meta"):
+        return kind._from_config(config) if of_model else kind.from_config(config)
+
+
 def _configuration(
     directory: str | Path | None, kwargs: dict[str, Any], said: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:

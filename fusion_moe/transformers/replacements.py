@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..checkpoints import Entry, Packing, Scheme, StoredPart, StoredWeight, stored_weights
-from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
+from ..checkpoints.experts import expert_of, predicts_further_tokens
 from ..checkpoints.headers import Read
 from ..checkpoints.integers import USUAL
 from ..checkpoints.stored import all_eight_bits
@@ -118,12 +118,12 @@ def _check_none_left(
     # transformers ignores others, or reads them by itself
     ignored = any_of(model._keys_to_ignore_on_load_unexpected)
     others = replaced.taken | of_heads(model, names)
-    layers = hidden_layers_of(model.config.to_dict())
+    config = model.config.to_dict()
     left = [
         w
         for w in stored.values()
         if w.name not in replaced.linears
-        and not predicts_further_tokens(f"{w.name}.", layers)
+        and not predicts_further_tokens(f"{w.name}.", config)
         and any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())
     ]
     if not left:

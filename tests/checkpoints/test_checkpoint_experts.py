@@ -9,6 +9,8 @@ from bad_calls import messages
 from files import MADE
 
 from fusion_moe.checkpoints import Directory, layers_of_experts, method_of, stored_weights
+from fusion_moe.checkpoints.experts import experts_of, predicts_further_tokens
+from fusion_moe.errors import CheckpointError
 
 PER_EXPERT = [
     "modelopt-qwen3_moe",
@@ -95,3 +97,42 @@ def test_what_is_missing_or_there_twice(golden: Callable[[str], None]) -> None:
             }
         )
     )
+
+
+TOWERS = {
+    "num_experts": 64,  # of nothing: the text model says it
+    "text_config": {"num_experts": 4, "num_hidden_layers": 2},
+    "vision_config": {"num_local_experts": 8, "num_hidden_layers": 5},
+    "talker_config": {
+        "text_config": {"n_routed_experts": 16, "num_hidden_layers": 3},
+        "code_predictor_config": {"num_hidden_layers": 1},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "layers"),
+    [
+        ("model.layers.{}.mlp.experts", 4, 2),
+        ("model.language_model.layers.{}.mlp.text_moe.experts", 4, 2),
+        ("vision_encoder.layers.{}.mlp.experts", 8, 5),
+        ("model.visual.layers.{}.mlp.experts", 8, 5),
+        ("talker.model.layers.{}.mlp.experts", 16, 3),
+        ("talker.code_predictor.model.layers.{}.mlp.experts", None, 1),
+    ],
+)
+def test_each_tower_has_its_number_of_experts_and_layers(
+    name: str, experts: int | None, layers: int
+) -> None:
+    last, further = name.format(layers - 1), name.format(layers)
+    assert experts_of(TOWERS, last) == experts
+    assert not predicts_further_tokens(last, TOWERS)
+    assert predicts_further_tokens(further, TOWERS)
+
+    def of(count: int) -> list[str]:
+        return [f"{last}.{e}.{p}_proj" for e in range(count) for p in ("gate", "up", "down")]
+
+    assert layers_of_experts(of(experts or 7), TOWERS)[last].experts == (experts or 7)
+    if experts:
+        with pytest.raises(CheckpointError, match=rf"3 experts; expected {experts}, by config"):
+            layers_of_experts(of(3), TOWERS)

@@ -135,13 +135,22 @@ def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
             expected="a list of positive integers, or 'all'",
             where="prepare_",
         )
-    if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
+    if tokens and not _is_language_model(model):
         raise UnsupportedError(
             f"tokens for a {type(model).__name__}",
             expected="a language model with a config",
             todo="with fusion_moe.preparing(): call the model with inputs of these sizes",
             where="prepare_",
         )
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    """Whether a model can be called with tokens. A configuration of several parts has them in its
+    text model's; a model of several, such as a thinker and a talker, may not be called itself.
+    """
+    called, config = getattr(model, "_orig_mod", model), getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return type(called).forward is not nn.Module.forward and hasattr(text, "vocab_size")
 
 
 def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
