@@ -160,12 +160,12 @@ class Source:
 
     def quantized(self, weight: StoredWeight) -> Quantized:
         """A weight in its encoding. CheckpointError as from `check_scales`."""
-        check_weight(self.directory, weight)
+        check_weight(self.directory.read, weight)
         return weight.quantized(self.directory.read)
 
     def matrices(self, weight: StoredWeight) -> Iterator[Tensor]:
         """f32 [N, K], one matrix after another. CheckpointError as from `check_scales`."""
-        check_weight(self.directory, weight, columns=False)
+        check_weight(self.directory.read, weight, columns=False)
         if not weight.scheme.fused:
             yield weight.floats(self.directory.read)
             return

@@ -238,11 +238,15 @@ def read_index(index: Path) -> dict[str, Any]:
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says about quantization, of the whole model or of its text model; {} if
-    nothing.
+    nothing. CheckpointError for anything else than an object.
     """
     for part in (config, *(config.get(name) for name in TEXT_MODEL)):
-        for key in QUANTIZATION:
-            if isinstance(part, Mapping) and isinstance(entry := part.get(key), dict) and entry:
+        for key in QUANTIZATION if isinstance(part, Mapping) else ():
+            if not isinstance(entry := part.get(key) or {}, dict):
+                raise CheckpointError(
+                    f"{key} {shown(entry)}", expected="an object with quant_method", where=CONFIG
+                )
+            if entry:
                 return entry
     return {}
 

@@ -260,17 +260,19 @@ class _Header:
         self.count, pairs = self._number("Q"), self._number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._text()
+            if (key := self._text()) in self.metadata:
+                raise self._broken(f"{shown(key)} twice in its metadata")
             self.metadata[key] = self._value(self._number("I"))
 
     def tensors(self) -> Iterator[Blocks]:
         """All tensors of the file. To be called once."""
         found = [self._tensor() for _ in range(self.count)]
         alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1:
+        if type(alignment) is not int or alignment < 1 or alignment % 8:
             raise self._broken(f"general.alignment {shown(alignment)}")
         start = -(-self.at // alignment) * alignment
-        for name, shape, kind, size, offset in found:
+        end = 0
+        for name, shape, kind, size, offset in sorted(found, key=lambda tensor: tensor[-1]):
             *lead, k = shape
             row = k // size[0] * size[1]
             nbytes = prod(lead) * row
@@ -279,6 +281,12 @@ class _Header:
                     f"{shown(name)} ({kind} {list(shape)}) has {nbytes} bytes at {start + offset} "
                     f"of {len(self.data)}"
                 )
+            # a short file could have any number of bytes in tensors that share them
+            if offset % alignment or offset < end:
+                raise self._broken(
+                    f"{shown(name)} at {offset}, no multiple of {alignment} from {end} on"
+                )
+            end = offset + nbytes
             data = torch.frombuffer(
                 self.data, dtype=torch.uint8, count=nbytes, offset=start + offset
             )

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError, UnsupportedError, printable
 
 DTYPES = {
     "F64": torch.float64,
@@ -102,7 +102,9 @@ def read_header(file: Path) -> list[Entry]:
     try:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-    except (OSError, SafetensorError) as error:
+        with file.open("rb") as bytes_of:
+            json_of(bytes_of.read(int.from_bytes(bytes_of.read(8), "little")))
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"{error}",
             expected="a whole file of safetensors",
@@ -113,10 +115,15 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _entry(name: str, dtype: str, shape: list[int], file: Path) -> Entry:
-    if dtype not in DTYPES or prod(max(size, 1) for size in shape) >= MAX_BYTES // 8:
+    if prod(max(size, 1) for size in shape) >= MAX_BYTES // 8:
         raise CheckpointError(
-            f"{name} of dtype {dtype} and shape {shown(shape)}",
-            expected=f"one of {', '.join(DTYPES)}, within 2^63 bytes",
+            f"{name} of shape {shown(shape)}", expected="less than 2^63 bytes", where=str(file)
+        )
+    if dtype not in DTYPES:  # but safetensors knows it
+        raise UnsupportedError(
+            f"{name} of dtype {dtype}",
+            expected=f"one of {', '.join(DTYPES)}",
+            todo="take the checkpoint in one of these, or in bfloat16, and quantize that",
             where=str(file),
         )
     return Entry(name, DTYPES[dtype], tuple(shape), file)
@@ -129,7 +136,7 @@ def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
             "a larger file", expected=f"{expected}, of at most {_MAX_JSON} bytes", where=str(file)
         )
     try:
-        value = json.loads(file.read_bytes())
+        value = json_of(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"not JSON: {error}", expected="an object of JSON", where=str(file)
@@ -138,6 +145,22 @@ def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
         raise CheckpointError(
             f"a {type(value).__name__}", expected="an object of JSON", where=str(file)
         )
+    return value
+
+
+def json_of(text: bytes) -> Any:
+    """The value of a JSON text. ValueError also for an object with a key twice, of which readers
+    take one or the other.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"{shown(key)} twice in an object")
+        value[key] = item
     return value
 
 

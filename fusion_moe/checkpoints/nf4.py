@@ -13,7 +13,6 @@ absmax = nested_quant_map[code] * nested_absmax + nested_offset, in float32.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ..encodings import NF4
 from ..errors import CheckpointError, UnsupportedError
-from .headers import Entry, Read, Reads, shown
+from .headers import Entry, Read, Reads, json_of, shown
 from .schemes import NF4_STATE, nf4_state
 
 _WEIGHT, _ABSMAX = ".weight", ".weight.absmax"
@@ -91,7 +90,8 @@ class _Matrix:
                 expected=f"blocks of {NF4.block}, and whole ones in a row",
                 where=str(state.file),
             )
-        return cls(name, (n, k), nested, offset, str(state.file))
+        # as many as there are blocks are all of them
+        return cls(name, (n, k), min(nested, n * k), offset, str(state.file))
 
     def parts(self, tensors: Mapping[str, Entry]) -> list[Entry]:
         """Codes, scales, and if these are quantized too, their scales and table."""
@@ -137,7 +137,7 @@ def _shaped(read: Read, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _json(state: Entry, data: Tensor) -> dict[str, Any]:
     try:
-        fields = json.loads(bytes(data.tolist()))
+        fields = json_of(bytes(data.tolist()))
     except (ValueError, RecursionError, TypeError):
         fields = None
     if not isinstance(fields, dict):

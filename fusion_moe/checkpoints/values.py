@@ -12,6 +12,7 @@ from ..encodings import check_matrix_scales, check_part_scales
 from ..errors import CheckpointError, NonFiniteError
 from ..messages.progress import progress
 from .directory import Directory
+from .headers import Read
 from .schemes import Direction, Scheme, StoredPart
 from .stored import StoredWeight
 
@@ -29,13 +30,13 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
     that.
     """
     for weight in progress(weights.values(), "checking scales", len(weights)):
-        check_weight(directory, weight)
+        check_weight(directory.read, weight)
 
 
-def check_weight(directory: Directory, weight: StoredWeight, columns: bool = True) -> None:
+def check_weight(read: Read, weight: StoredWeight, columns: bool = True) -> None:
     """`check_scales` of one weight. columns: as `StoredWeight.check_fixed` has it."""
     entries = [weight.entries[part.part] for part in weight.scheme.parts]
-    tensors = (directory.read(entry.name) for entry in entries)
+    tensors = (read(entry.name) for entry in entries)
     n = weight.shape[-2]
     parts = (part.to_part(t, n=n) for part, t in zip(weight.scheme.parts, tensors, strict=True))
     file = str(entries[-1].file)
@@ -45,7 +46,7 @@ def check_weight(directory: Directory, weight: StoredWeight, columns: bool = Tru
         raise error.at(file) from None
     except NonFiniteError as error:
         raise CheckpointError(error.found, expected=error.expected, where=file) from None
-    weight.check_fixed(directory.read, columns)
+    weight.check_fixed(read, columns)
 
 
 def check_scales_of(scheme: Scheme, parts: Iterable[Tensor], name: str) -> None:

@@ -120,6 +120,6 @@ def set_quantization(config: Any, entry: Any) -> None:
     before what the text model's part says.
     """
     for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
-        for key in QUANTIZATION if part is not None else ():
+        for key in QUANTIZATION if isinstance(part, dict) or hasattr(part, "__dict__") else ():
             (part if isinstance(part, dict) else vars(part)).pop(key, None)
     config.quantization_config = entry

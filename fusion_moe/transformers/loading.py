@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, Entry, method_of
+from ..checkpoints.conversion import Source
 from ..checkpoints.directory import (
     CONFIG,
     GGUF,
@@ -34,10 +35,11 @@ from ..checkpoints.directory import (
     older_quantization,
     quantization_of,
 )
+from ..checkpoints.experts import layers_of_experts
 from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
 from ..checkpoints.nf4 import unflattened
-from ..errors import CheckpointError, OptionError, UnsupportedError
+from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.units import some
 from ..options import during
 from .adapters import read_adapters_
@@ -122,6 +124,7 @@ def from_pretrained(
         if placed is not None:
             return placed
     wanted = kwargs.pop("output_loading_info", False)
+    sizes_differ = kwargs.pop("ignore_mismatched_sizes", False)
     if directory is None and (
         mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None
     ):
@@ -137,8 +140,11 @@ def from_pretrained(
             kwargs["state_dict"] = {name: opened.slice(name) for name in opened.tensors}
             directory = None
     elif directory is not None:
-        _check_json(Path(directory, kwargs.get("subfolder") or ""))
-    config, kwargs = _configuration(directory, kwargs, opened.config if opened else None)
+        _check_json(directory, kwargs)
+    arguments, said = kwargs, opened.config if opened else None
+    config, kwargs = _configuration(directory, kwargs, said)
+    if directory is not None and not opened:
+        _check_tensors(directory, arguments)
     auto_class = auto_class or _class_named(config, where, kwargs)
     if found := quantization_of(config.to_dict()) or (
         _beside(directory, _some_of(kwargs, _OF_HUB)) if directory and not opened else {}
@@ -149,22 +155,30 @@ def from_pretrained(
             found["experts_config"] = asked
             del kwargs["quantization_config"]
         set_quantization(config, found)
-    if directory is None or kwargs.get("state_dict") is not None:
-        given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
-        entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
-        entries, made = unflattened(entries, lambda name: given[name][...])
-        tensors = Tensors(entries, lambda name: made[name]() if name in made else given[name][...])
-        model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
-    elif mesh is None:
-        model, info = auto_class.from_pretrained(
-            directory, config=config, output_loading_info=True, **kwargs
-        )
-    else:
-        # imported here: torch may have been built without torch.distributed
-        from ..distributed.parallelize import Division
+    kwargs["ignore_mismatched_sizes"] = True  # whose error does not name them
+    with _explained(where, auto_class, config):
+        if directory is None or kwargs.get("state_dict") is not None:
+            given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
+            entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
+            entries, made = unflattened(entries, lambda name: given[name][...])
+            tensors = Tensors(
+                entries, lambda name: made[name]() if name in made else given[name][...]
+            )
+            model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
+        elif mesh is None:
+            model, info = auto_class.from_pretrained(
+                directory, config=config, output_loading_info=True, **kwargs
+            )
+        else:
+            # imported here: torch may have been built without torch.distributed
+            from ..distributed.parallelize import Division
 
-        division = Division(mesh, plan, tokens, dispatch, capacity)
-        model, info = _shared(opened or Directory.open(where), division, auto_class, config, kwargs)
+            division = Division(mesh, plan, tokens, dispatch, capacity)
+            model, info = _shared(
+                opened or Directory.open(where), division, auto_class, config, kwargs
+            )
+    if not sizes_differ:
+        _check_sizes(info["mismatched_keys"], where)
     if wanted:
         return model, info
     if missing := sorted(set(info["missing_keys"]) - new_heads(model)):
@@ -176,6 +190,64 @@ def from_pretrained(
             where=where,
         )
     return model
+
+
+@contextlib.contextmanager
+def _explained(where: str, auto_class: Any, config: Any) -> Iterator[None]:
+    """CheckpointError in place of what transformers raises for a configuration that it makes no
+    model of, and for experts that it cannot stack.
+    """
+    try:
+        yield
+    except Error:
+        raise
+    except Exception:
+        if not hasattr(config, "auto_map"):  # of a class in the repository
+            with _readable(f"{where}: {CONFIG}"), torch.device("meta"):
+                make = getattr(auto_class, "from_config", None) or auto_class._from_config
+                make(copy.deepcopy(config))
+        if Path(where, CONFIG).exists():
+            _check_same_sizes(Source.open(where))
+        raise
+
+
+@contextlib.contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """CheckpointError in place of what transformers raises for entries of a configuration."""
+    try:
+        yield
+    except (Error, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(error).__name__}: {' '.join(str(error).split())}",
+            expected="a configuration of which transformers makes a model",
+            where=where,
+        ) from error
+
+
+def _check_sizes(differ: Any, where: str) -> None:
+    """CheckpointError for tensors of other sizes than their parameters."""
+    for name, size, expected in sorted(differ):
+        raise CheckpointError(
+            f"{name} {[*size]}{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}",
+            expected=f"{[*expected]}, by config.json",
+            where=where,
+        )
+
+
+def _check_same_sizes(source: Source) -> None:
+    """CheckpointError for a matrix of experts of another size than its neighbours'."""
+    layers = layers_of_experts([*source.weights, *source.plain])
+    for names in (names for layer in layers.values() for names in layer.projections.values()):
+        entries = [source.plain[name] for name in names if name in source.plain]
+        for entry in entries:
+            if entry.shape != entries[0].shape:
+                raise CheckpointError(
+                    f"{entry}",
+                    expected=f"{[*entries[0].shape]}, as {entries[0].name}",
+                    where=str(entry.file),
+                )
 
 
 def placed(device: str) -> dict[str, Any]:
@@ -215,11 +287,32 @@ def _may_offload(directory: str | Path | None, mesh: Any, kwargs: Mapping[str, A
     )
 
 
-def _check_json(path: Path) -> None:
-    """CheckpointError for files that transformers would read without end."""
+def _check_json(directory: str | Path, kwargs: Mapping[str, Any]) -> None:
+    """CheckpointError for a local directory without a configuration, and for files that
+    transformers would read without end.
+    """
+    path = Path(directory, kwargs.get("subfolder") or "")
+    local = Path(directory).exists() or str(directory).startswith(("/", "./", "../"))
     for file in (path / CONFIG, path / "generation_config.json", path / INDEX):
         if os.path.lexists(file):
             read_json(file)
+        elif local and file.name == CONFIG and kwargs.get("config") is None:
+            Directory.open(path)  # says what is there instead
+
+
+def _check_tensors(directory: str | Path, kwargs: Mapping[str, Any]) -> None:
+    """Raises what `fusion-moe inspect` reports of a local directory. Weights in floats that only
+    transformers reads are left to it.
+    """
+    path = Path(directory, kwargs.get("subfolder") or "")
+    others = ("config", "state_dict", "variant", "gguf_file")
+    if not (path / CONFIG).exists() or any(kwargs.get(other) is not None for other in others):
+        return
+    try:
+        Source.open(path)
+    except UnsupportedError:
+        if quantization_of(read_json(path / CONFIG)):
+            raise
 
 
 def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, Any]) -> Any:
@@ -284,9 +377,21 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
             expected="the name of a family of models",
             where=str(directory),
         )
-    family = _SAME_AS.get(model_type)
+    family, where = _SAME_AS.get(model_type), f"{directory}: {CONFIG}"
+    if (
+        model_type
+        and not {model_type, family} & {*CONFIG_MAPPING}
+        and "auto_map" not in config_dict
+    ):
+        raise UnsupportedError(
+            f"model_type {shown(model_type)}",
+            expected=f"a family of transformers {transformers.__version__}",
+            todo="a newer transformers may have it; quantize and convert need none",
+            where=where,
+        )
     if family is None or kwargs.get("trust_remote_code"):
-        return AutoConfig.from_pretrained(directory, **kwargs)
+        with _readable(where):
+            return AutoConfig.from_pretrained(directory, **kwargs)
     entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}
     config_dict.pop("auto_map", None)  # the repository's own code
     return CONFIG_MAPPING[family].from_dict(config_dict | {"model_type": family}, **entries)

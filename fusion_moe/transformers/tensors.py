@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..checkpoints import StoredWeight
 from ..checkpoints.headers import Read
-from ..checkpoints.values import check_scale, check_scales_of
-from ..errors import UnsupportedError
+from ..checkpoints.values import check_scale, check_weight
+from ..errors import CheckpointError, NonFiniteError, UnsupportedError
 from ..nn.frozen.base import rounded
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
@@ -28,8 +28,8 @@ def load_(module: nn.Module, source: Source, weights: Weights, read: Read, devic
     """Gives a module on the meta device the weights that it has in files: encoded ones as they are,
     or rounded to fewer bits; any other module than ours gets its weight in floats.
 
-    weights: those in files; read: a tensor by the name that it has in the model. NonFiniteError for
-    scales that no quantizer writes; CheckpointError for those that are the wrong way round.
+    weights: those in files; read: a tensor by the name that it has in the model. CheckpointError
+    for scales that no quantizer writes, and for those that are the wrong way round.
     """
     if not isinstance(module, PackedModule):
         floats, like = _floats(weights[source.name], read), module.get_parameter("weight")
@@ -42,7 +42,13 @@ def load_(module: nn.Module, source: Source, weights: Weights, read: Read, devic
     for row in source.rows(module):
         t = _loaded(row, module, read, device)
         if row.part in source.scheme.parts[1:]:
-            check_scale(source.scheme, row.part, t, f"{source.name}.{row.parameter}")
+            try:
+                check_scale(source.scheme, row.part, t, f"{source.name}.{row.parameter}")
+            except (CheckpointError, NonFiniteError):
+                for name, weight in weights.items():
+                    if name == source.name or name.startswith(f"{source.name}."):
+                        check_weight(read, weight)  # which names the file and the tensor
+                raise
         _set(module, row.parameter, t)
 
 
@@ -121,9 +127,8 @@ def _rounded(
 
 
 def _floats(weight: StoredWeight, read: Read) -> Tensor:
-    parts = weight.parts(read)
-    check_scales_of(weight.scheme, parts, weight.name)
-    return weight.scheme.floats(parts)
+    check_weight(read, weight)
+    return weight.scheme.floats(weight.parts(read))
 
 
 def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -168,6 +168,13 @@ def _header(old: str, new: str) -> Callable[[Path], None]:
     return change_header
 
 
+def _again(file: Path, key: str) -> None:
+    """Says an entry of a file of JSON twice."""
+    before, found, after = file.read_text().partition(key)
+    assert found
+    file.write_text(f'{before}{key}: "x", {key}{after}')
+
+
 def _pipe(file: str) -> Callable[[Path], None]:
     return lambda path: ((path / file).unlink(missing_ok=True), os.mkfifo(path / file))[1]
 
@@ -230,6 +237,21 @@ BROKEN: dict[str, Callable[[Path], object]] = {
         (path / "config.json").mkdir(),
     ),
     "twice in a header": _header("lm_head.weight", "model.embed_tokens.weight"),
+    "the same bytes twice in a header": _header(
+        '"lm_head.weight":{',
+        '"lm_head.weight":{"dtype":"BF16","shape":[64,32],'
+        '"data_offsets":[0,4096]},"lm_head.weight":{',
+    ),
+    "a field twice in a header": _header('"shape":[32,64]', '"shape":[64,32],"shape":[32,64]'),
+    "a text twice in a header": _header('{"format":"pt"}', '{"format":"pt","format":"np"}'),
+    "twice in the index": lambda path: _again(path / INDEX, '"lm_head.weight"'),
+    "twice in the configuration": lambda path: _again(path / "config.json", '"model_type"'),
+    "twice below an entry of the configuration": lambda path: _again(
+        path / "config.json", '"rope_theta"'
+    ),
+    "a quantization of no entries": lambda path: change_json(
+        path / "config.json", lambda config: config.update(quantization_config="nvfp4")
+    ),
     "a tensor in two files": lambda path: change(
         path,
         lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}),
@@ -246,7 +268,18 @@ def test_broken_directories(
 ) -> None:
     path = copied(SHARDED, tmp_path)
     how(path)
-    golden(message(lambda: Directory.open(path)))
+    golden(message(lambda: Directory.open(path).quantization))
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("C64", 256), ("F6_E2M3", 24), ("F8_E4M3FNUZ", 32)])
+def test_dtypes_that_only_safetensors_knows(dtype: str, nbytes: int, tmp_path: Path) -> None:
+    """Such a file is whole."""
+    header = {"a": {"dtype": dtype, "shape": [4, 8], "data_offsets": [0, nbytes]}}
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    with pytest.raises(UnsupportedError, match=f"of dtype {dtype}; expected one of F64.*; take"):
+        read_header(file)
 
 
 def test_no_directory(tmp_path: Path, golden: Callable[..., None]) -> None:

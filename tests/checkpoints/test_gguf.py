@@ -326,7 +326,43 @@ def bytes_of(kind: int, offset: int = 0, shape: tuple[int, ...] = (32, 1)) -> by
     return head + bytes(-len(head) % 32 + 256)
 
 
+def bytes_of_many(*offsets: int, key: bytes = b"general.alignment", value: int = 32) -> bytes:
+    """A file with tensors of 128 bytes, and an entry beside the architecture."""
+    texts = b"general.architecture" + struct.pack("<IQ", 8, 4) + b"none"
+    said = struct.pack("<Q", 20) + texts + struct.pack("<Q", len(key)) + key
+    said += struct.pack("<II", 4, value)
+    infos = (
+        struct.pack("<Q", 5) + b"%05d" % i + struct.pack("<IQIQ", 1, 32, 0, offset)
+        for i, offset in enumerate(offsets)
+    )
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(offsets), 2) + said + b"".join(infos)
+    return head + bytes(-len(head) % 32 + 512)
+
+
+def test_tensors_side_by_side_in_any_order(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes_of_many(256, 0, 128))
+    assert {*Directory.open(file).tensors} == {"00000", "00001", "00002"}
+    file.write_bytes(bytes_of_many(64, value=64))
+    assert {*Directory.open(file).tensors} == {"00000"}
+
+
+def test_nothing_is_written_of_tensors_that_share_bytes(tmp_path: Path) -> None:
+    """A thousand names of the same bytes are no thousand tensors."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes_of_many(*[0] * 1000))
+    for write in (convert, quantize):
+        with pytest.raises(CheckpointError, match="'00001' at 0, no multiple of 32 from 128 on"):
+            write(file, tmp_path / "dst")
+    assert [*tmp_path.iterdir()] == [file]
+
+
 BAD: dict[str, Callable[[], bytes]] = {
+    "tensors over one another": lambda: bytes_of_many(0, 96),
+    "offsets between those that are aligned": lambda: bytes_of_many(0, 136),
+    "offsets between those of another alignment": lambda: bytes_of_many(32, value=64),
+    "an alignment of no power": lambda: bytes_of_many(0, value=12),
+    "metadata twice": lambda: bytes_of_many(0, key=b"general.architecture"),
     "an unknown type": lambda: bytes_of(99),
     "a type without a decoder": lambda: bytes_of(15, shape=(256, 1)),
     "rows that are no whole blocks": lambda: bytes_of(39, shape=(33, 1)),

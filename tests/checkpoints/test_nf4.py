@@ -158,3 +158,13 @@ def test_what_does_not_fit(
 ) -> None:
     path = change(copied(LINEAR, tmp_path), how)
     golden(message(lambda: _check(path)))
+
+
+def test_blocks_of_scales_without_end(tmp_path: Path) -> None:
+    """They are as many as there are scales, whatever memory that says."""
+    path = change(copied(LINEAR, tmp_path), _said(nested_blocksize=2**62))
+    (found, want) = (
+        weights_in(directory)[NAME.removesuffix(".weight")].floats(directory.read)
+        for directory in (Directory.open(path), Directory.open(MADE / LINEAR))
+    )
+    assert torch.equal(found, want)

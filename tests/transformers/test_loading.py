@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_calls import messages
+from bad_calls import message, messages
 from files import again, change, copied
 
 pytest.importorskip("transformers")
@@ -298,6 +298,68 @@ def test_what_lies_beside_weights_has_its_size(directory, tensor, size, count, t
         return
     with pytest.raises(CheckpointError, match=re.escape(name) + rf".*expected \[{size}\]"):
         from_pretrained(path)
+
+
+FIRST, INDEX = "model-00001-of-00004.safetensors", "model.safetensors.index.json"
+
+
+def said(**entries):
+    """Changes entries of a configuration."""
+    return lambda path: configured(path, lambda config: config.update(entries))
+
+
+def tensors_of(how):
+    return lambda path: change(path, how, FIRST)
+
+
+def cut(path):
+    (path / FIRST).write_bytes((path / FIRST).read_bytes()[:-10])
+
+
+DOWN = "model.layers.0.mlp.experts.1.down_proj.weight"
+BROKEN = {
+    "no directory": lambda path: shutil.rmtree(path),
+    "no configuration": lambda path: (path / "config.json").unlink(),
+    "no weights": lambda path: [file.unlink() for file in path.glob("model*")],
+    "no shard": lambda path: (path / FIRST).unlink(),
+    "half a shard": cut,
+    "a file that the index has not": lambda path: (
+        configured(path, lambda config: None)
+        and (path / INDEX).write_text((path / INDEX).read_text().replace("model.norm", "norm"))
+    ),
+    "an entry twice": lambda path: (path / "config.json").write_text(
+        (path / "config.json").read_text().replace("{", '{"hidden_size": 32,', 1)
+    ),
+    "an embedding of another size": tensors_of(
+        lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:, 1:]})
+    ),
+    "an expert of another size": tensors_of(lambda t: t.update({DOWN: t[DOWN][:, 1:]})),
+    "an expert in bytes": tensors_of(lambda t: t.update({DOWN: t[DOWN].to(torch.uint8)})),
+    "no expert": tensors_of(lambda t: t.pop(DOWN)),
+    "a quantization without a name": said(quantization_config=["nvfp4"]),
+    "a hidden size in words": said(hidden_size="64"),
+    "a hidden size below zero": said(hidden_size=-64),
+    "an activation that nobody knows": said(hidden_act="nope"),
+    "a text model that is a list": said(text_config=[1]),
+    "no family": lambda path: configured(path, lambda config: config.pop("model_type")),
+    "a family that nobody knows": said(model_type="unheard_of"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN)
+def test_broken_directories(how, tmp_path, golden):
+    """No error of transformers or of the system, and none after the weights were read."""
+    path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
+    how(path)
+    golden(message(lambda: from_pretrained(path)))
+
+
+def test_sizes_that_may_differ(tmp_path):
+    path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
+    said(vocab_size=40)(path)
+    with pytest.raises(CheckpointError, match=r"weight \[32, 64\].* and 1 more; expected \[40, 64"):
+        from_pretrained(path)
+    assert len(from_pretrained(path, ignore_mismatched_sizes=True).lm_head.weight) == 40
 
 
 def test_scales_are_numbers(tmp_path, golden):
