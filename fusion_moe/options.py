@@ -116,6 +116,12 @@ class Options:
         "results may differ in the last bits",
         in_keys=False,
     )
+    compile_ahead: bool = _option(
+        True,
+        "a call on a GPU that compiles kernels also starts those for other sizes, "
+        "on threads of low priority",
+        in_keys=False,
+    )
     native_calls: bool = _option(
         True,
         "calls of known forms without Python, in processes that prepare weights or call "

@@ -4,15 +4,19 @@ at a time.
     started = start(builds)
         started.done        # whether all have ended; never waits
         started.check()     # raises the first error of those that have ended
+    ahead(builds)           # of what later calls may need; nobody waits for them
 
-What was started ends before the process does.
+What was started ends before the process does; of what runs ahead, what has begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +25,9 @@ from functools import cache
 from .host_memory.bandwidth import cpus
 from .precompile import Build
 
+_NICE = 10  # of threads that run ahead
 _lock = threading.Lock()
+_one_at_a_time = threading.Lock()  # of lists of builds ahead: each uses all spare CPUs
 _unfinished: dict[Hashable, Future[object]] = {}
 
 
@@ -49,6 +55,48 @@ def start(builds: Iterable[Build]) -> Started:
         return Started(tuple(_future(key, build) for key, build in builds))
 
 
+def ahead(builds: Callable[[], Iterable[Build]]) -> None:
+    """Starts builds that later calls may need, on threads of low priority, where `builds` runs too.
+
+    An error is left to the call that needs the build. At the interpreter's exit none begins.
+    """
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(_ahead, builds), name="fusion_moe compile ahead").start()
+
+
+def _ahead(builds: Callable[[], Iterable[Build]]) -> None:
+    _give_way()
+    with _one_at_a_time:
+        waiting = deque(build for _, build in builds())
+        helpers = [
+            threading.Thread(target=contextvars.copy_context().run, args=(_drain, waiting))
+            for _ in range(min(len(waiting), cpus() - 1) - 1)
+        ]
+        for thread in helpers:
+            thread.start()
+        _drain(waiting)
+        for thread in helpers:
+            thread.join()
+
+
+def _drain(waiting: deque[Callable[[], object]]) -> None:
+    """Not by an executor, which would begin all that waits before the interpreter exits."""
+    while threading.main_thread().is_alive():
+        try:
+            build = waiting.popleft()
+        except IndexError:
+            return
+        with contextlib.suppress(Exception):
+            build()
+
+
+def _give_way() -> None:
+    """Lowers the priority of this thread, and of those that it starts."""
+    if sys.platform == "linux":  # elsewhere a priority is a process's
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 def _future(key: Hashable, build: Callable[[], object]) -> Future[object]:
     if key in _unfinished:
         return _unfinished[key]
@@ -67,8 +115,8 @@ def _begin_anew() -> None:
     """After a fork: the child has none of the threads, and may have a lock that one of them
     held.
     """
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _one_at_a_time
+    _lock, _one_at_a_time = threading.Lock(), threading.Lock()
     _threads.cache_clear()
     _unfinished.clear()
 

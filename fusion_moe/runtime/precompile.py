@@ -114,6 +114,16 @@ def compile_all(calls: Iterable[Noted]) -> None:
         launch.load(device, sizes)
 
 
+def builds_of_all_sizes(launch: Compiled, device: torch.device, sizes: Sizes) -> list[Build]:
+    """What calls of any sizes in these proportions have to compile, each once; that of the fewest
+    tokens first.
+    """
+    units = _units(tuple(sizes.items()))
+    counts = _counts(launch, device, units, options.current()) if units else []
+    builds = (b for n in counts for b in launch.builds(device, dict(_scaled(units, n))))
+    return list(dict(builds).items())
+
+
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
     """The calls, and calls of other sizes: one for each set of kernels that such calls need."""
     found = list(calls)

@@ -18,9 +18,11 @@ from test_cuda_source import (
 
 from fusion_moe.arch import H200
 from fusion_moe.backends.cuda import choices
+from fusion_moe.backends.cuda.block_copies import why_slow
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.nn import swiglu
 from fusion_moe.runtime import nvrtc
 
@@ -71,6 +73,32 @@ def assert_apart(model: str, apart: bool, activation: str | None = None) -> None
         *([["copies_0"]] if apart else []),
         ["fp8_gemm", "combine"],
     ]
+
+
+@pytest.mark.parametrize(("recipe", "frozen"), [("fp8_block", False), ("mxfp8", False), ("", True)])
+def test_a_step_that_rounds_weights_for_few_rows_says_so(recipe, frozen):
+    """Only what rounds them in the call: not a layer whose weights are stored in FP8."""
+    fd, groups = FusionDefinition(), 8
+    tokens = fd.define_size("m")
+    ids = fd.define_tensor(shape=[tokens, 1], dtype="i64")
+    ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", groups))
+    x = fd.define_tensor(shape=[tokens, 256], dtype="bf16")
+    x = fd.ops.index_select(x, row_of, dim=0)
+    if frozen:
+        shapes = ([groups, 384, 256], "f8e4m3"), ([groups, 384, 2], "f32")
+        parts = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+        w = fd.ops.pack(*parts, encoding="fp8", layout="linear")
+        y = fd.ops.grouped_mm(fd.ops.quantize(x, encoding="fp8_rows"), w, ends)
+    else:
+        w = fd.define_tensor(shape=[groups, 384, 256], dtype="bf16")
+        y = eight_bits.product(fd, x, w, ends, recipe)
+    fd.add_output(y)
+    few, enough = ({"m": groups * average} for average in (100, 384))
+    slow = recipe == "fp8_block"
+    assert bool(why_slow([fd.fusion()], few)) == slow
+    assert not why_slow([fd.fusion()], enough)
+    if slow:
+        assert "bf16[8, 384, 256] for 100 rows of each matrix" in why_slow([fd.fusion()], few)
 
 
 @pytest.mark.parametrize("interleave", [1, 32])

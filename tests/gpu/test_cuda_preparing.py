@@ -5,6 +5,7 @@ capture the first call.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 
 import pytest
@@ -106,9 +107,32 @@ def test_first_calls_of_new_counts_are_short(cold):
     assert max(took) < 20e-3
 
 
+def ahead() -> bool:
+    """Whether something is being compiled that calls may need."""
+    return any("compile ahead" in thread.name for thread in threading.enumerate())
+
+
+def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch):
+    """In the background; bits are those of calls that compile for themselves."""
+    O.expert_mlp(*arguments(8), weight_layout="w16x64")
+    end = time.monotonic() + 120
+    while ahead() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not ahead()
+    monkeypatch.setattr(nvrtc, "_compile", None)
+    for count in (1, 3, 17, 65, 300, 2000):
+        assert O.expert_mlp(*arguments(count), weight_layout="w16x64").any()
+
+
+def test_nothing_is_compiled_ahead_that_is_not_asked_for(cold):
+    with options.override(compile_ahead=False):
+        O.expert_mlp(*arguments(8), weight_layout="w16x64")
+        assert not ahead()
+
+
 def test_other_sizes_do_not_wait_for_their_kernels(cold):
     """Until they are compiled, kernels for any size run: the same up to the order of sums."""
-    with options.override(background_compile=True):
+    with options.override(background_compile=True, compile_ahead=False):
         O.expert_mlp(*arguments(9), weight_layout="w16x64")
         cubins = {path.name for path in cold.rglob("*.cubin")}
         # no other test calls this layer with it, and every table has other kernels for it than for

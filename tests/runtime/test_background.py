@@ -15,6 +15,7 @@ import pytest
 from fusion_moe import options
 from fusion_moe.errors import BuildError
 from fusion_moe.runtime import background, build
+from fusion_moe.runtime.precompile import Build
 
 SECONDS = 30
 
@@ -91,4 +92,31 @@ def test_the_exit_waits_for_what_was_started():
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout.split() == ["ends"] * 3
+    assert not ran.stderr
+
+
+def test_what_may_be_needed_is_built_ahead():
+    """On other threads, what makes the list too; an error is nobody's until it is asked for."""
+    done, threads = threading.Event(), set[int]()
+
+    def builds() -> list[Build]:
+        threads.add(threading.get_ident())
+        return [("fails", lambda: 1 / 0), ("fine", done.set)]
+
+    background.ahead(builds)
+    assert done.wait(SECONDS)
+    assert threading.get_ident() not in threads
+
+
+def test_the_exit_waits_for_none_that_may_be_needed():
+    source = (
+        "import time\nfrom fusion_moe.runtime import background\n"
+        "def work():\n    time.sleep(0.2); print('ends', flush=True)\n"
+        "background.ahead(lambda: [(i, work) for i in range(1000)])\ntime.sleep(0.1)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert set(ran.stdout.split()) <= {"ends"}
+    assert len(ran.stdout.split()) < 500
     assert not ran.stderr

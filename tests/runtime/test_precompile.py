@@ -15,7 +15,12 @@ from fusion_moe.backends.cpu.launch import Function
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text
 from fusion_moe.runtime import build
-from fusion_moe.runtime.precompile import _one_for_each, _units, compile_all
+from fusion_moe.runtime.precompile import (
+    _one_for_each,
+    _units,
+    builds_of_all_sizes,
+    compile_all,
+)
 
 E, H, I = 3, 64, 32
 
@@ -119,6 +124,20 @@ def test_all_sizes_are_one_for_each_set_of_kernels():
         return sum(n >= bound for bound in bounds)
 
     assert [needed(n) for n in _one_for_each(needed)] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Bounded:
+    """A launch that needs one of four kernels, by its rows."""
+
+    def builds(self, device, sizes):
+        kernel = sum(sizes["m"] > bound for bound in (8, 100, 5000))
+        yield kernel, lambda: kernel
+
+
+def test_builds_of_all_sizes_are_each_there_once():
+    builds = builds_of_all_sizes(Bounded(), torch.device("cpu"), {"t": 3, "m": 6})
+    assert [key for key, _ in builds] == [build() for _, build in builds] == [0, 1, 2, 3]
+    assert builds_of_all_sizes(Bounded(), torch.device("cpu"), {"t": 0, "m": 0}) == []
 
 
 def test_other_sizes_are_in_proportion():

@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...encodings import Encoding, find
-from ...ir.core import Op, Value
+from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv
+from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
+from ...schedule.product import products
 from ..cxx.elements import scale_class
 from ..cxx.indices import size
 from ..cxx.product_plan import known
-from .source import MAX_RESIDENT, THREADS, KernelSource, Source
+from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 
 BLOCK = 128
 BLOCK_COPY = "BlockCopy<{scale}>"
@@ -23,6 +24,30 @@ BLOCK_COPY = "BlockCopy<{scale}>"
 # are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
 ENCODINGS = tuple(name for name in TRAINED if find(name).block == BLOCK)
+# of a matrix, on average: with fewer, a step that rounds its weights takes longer than in bf16, on
+# an H200 (docs/performance/training.md)
+_ENOUGH_ROWS = 384
+
+
+def why_slow(fusions: Sequence[Fusion], sizes: Sizes) -> str:
+    """Why a call that rounds weights for its products would be faster in bf16; "" if not."""
+    weights = [
+        op.values[0].type
+        for fusion in fusions
+        for op in fusion.ops
+        if op.kind.name == "quantize" and op.encoding.name in ENCODINGS
+        if kind_of(op.encoding) == "squares"
+    ]
+    rows = [value(elements([p.size("M")]), sizes) for f in fusions for p in products(f)]
+    average = max(rows, default=0) // max((known(w.shape[0]) for w in weights), default=1)
+    if not weights or average >= _ENOUGH_ROWS:
+        return ""
+    return (
+        f"a layer by an FP8 recipe rounds {weights[0]} for {average} rows of each matrix on "
+        f"average, which takes longer than its products gain; expected {_ENOUGH_ROWS} rows or "
+        "more; for fewer, round weights once for several microbatches "
+        "(layer(..., is_first_microbatch=)), or leave them in bf16 (fusion_moe.autocast(None))"
+    )
 
 
 def kind_of(encoding: Encoding) -> str:

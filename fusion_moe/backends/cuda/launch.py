@@ -18,13 +18,15 @@ from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
 from ...ir.binding import storage
 from ...ir.core import Value
+from ...messages.warn import warn_once
 from ...runtime import background, cuda, dump, memory, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.memory import Memory
 from ...runtime.native import Descriptor
-from ...runtime.precompile import Build, run_builds
+from ...runtime.precompile import Build, builds_of_all_sizes, run_builds
 from ...runtime.remembered import Remembered
 from ...schedule.product import products
+from .block_copies import why_slow
 from .choose import Choice, Step, choose
 from .dataflow import Parts, one_part
 from .heuristics import AUTO
@@ -91,6 +93,9 @@ class _Prepared:
 class Call:
     """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call
     that needs them.
+
+    A call that compiles also starts, in the background, what calls of other sizes will need (the
+    option compile_ahead).
 
     Under the option background_compile, the first call that is not prepared compiles kernels for
     any size in addition to its own. They serve calls of other sizes while the kernels for these are
@@ -219,8 +224,13 @@ class Call:
             )
         arch = cuda.arch(device.index)
         choice, any_size = self.choose(sizes, arch), self._any_size(sizes, arch)
+        if why := why_slow([part.source.fusion for part in self.parts.parts], sizes):
+            warn_once(why, about="an FP8 recipe with few rows")
         options.log("choice", "%s", choice)
-        if any_size and (missing := _missing(choice)):
+        missing = _missing(choice)
+        if missing and options.current().compile_ahead:
+            background.ahead(partial(builds_of_all_sizes, self, device, sizes))
+        if any_size and missing:
             if not _missing(any_size):
                 return self._loaded(any_size, device, sizes, background.start(missing))
             run_builds([*missing, *_missing(any_size)])
@@ -296,13 +306,18 @@ def _cubins(choice: Choice) -> dict[Hashable, Path]:
     """The cubins of a choice's kernels, by the keys of their builds. Those that this process has
     had are not looked for again.
     """
-    now, builds = options.current(), dict(_builds(choice))
-    where = now.cache_dir, now.cuda_debug, _headers().key
+    where, builds = _where(), dict(_builds(choice))
     if new := [(key, build) for key, build in builds.items() if (where, key) not in _had]:
         _had.update(((where, key), path) for key, path in run_builds(new).items())
     for kernel in choice.kernels:
         dump.binary(_had[where, (choice.arch.nvrtc, kernel.text)], kernel.text, ".cu")
     return {key: _had[where, key] for key in builds}
+
+
+def _where() -> Hashable:
+    """What cubins depend on beside the keys of their builds."""
+    now = options.current()
+    return now.cache_dir, now.cuda_debug, _headers().key
 
 
 def _build_of(kernel: KernelSource, arch: Arch) -> Build:
@@ -311,11 +326,12 @@ def _build_of(kernel: KernelSource, arch: Arch) -> Build:
 
 def _missing(choice: Choice) -> list[Build]:
     """The builds of a choice's kernels that are not compiled yet."""
-    arch = choice.arch
+    arch, where = choice.arch.nvrtc, _where()
     return [
-        _build_of(kernel, arch)
+        _build_of(kernel, choice.arch)
         for kernel in choice.kernels
-        if not nvrtc.is_built(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
+        if (where, (arch, kernel.text)) not in _had
+        and not nvrtc.is_built(kernel.text, name=kernel.name, arch=arch, headers=_headers())
     ]
 
 
