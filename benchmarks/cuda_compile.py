@@ -2,15 +2,23 @@
 but the extra `cuda`.
 
     python benchmarks/cuda_compile.py [--gpu H200] [--model qwen3] [--tokens 1 8 32 128 512 2048]
+    python benchmarks/cuda_compile.py --waits [--model qwen3]      # on a GPU
 
 Each count: its kernels one after the other, and all together as `fusion_moe.preparing` compiles
 them, with an empty cache each time. Then all counts together. Kernels that counts share are
 compiled once.
+
+--waits: how long calls of 80 counts, in an order that was drawn once, wait on the host, in a
+process with an empty cache: by default, without `compile_ahead`, and after `preparing("all")`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -18,6 +26,7 @@ from collections.abc import Iterable
 import torch
 from h200_cells import MODELS
 
+import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import KNOWN, Arch
 from fusion_moe.backends import TARGETS
@@ -30,6 +39,7 @@ from fusion_moe.definitions.operations import (
     eager_types,
     fusion_of,
 )
+from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime.host_memory.bandwidth import cpus
 from fusion_moe.runtime.precompile import run_builds
 
@@ -87,14 +97,70 @@ def together(choices: Iterable[Choice]) -> tuple[int, float]:
     return len(kernels), time.perf_counter() - start
 
 
+WAYS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "no compile_ahead": {"compile_ahead": False},
+    "preparing": {"compile_ahead": False},
+}
+_PAUSE = 0.05  # seconds between calls
+_SHOWN = 0.02  # of a wait
+
+
+def waits(model: str, way: str) -> None:
+    """Prints how long calls of new counts wait, in this process."""
+    m, drawn = MODELS[model], random.Random(0)
+    counts = drawn.sample(range(1, 200), 40) + drawn.sample(range(200, 8192), 40)
+    drawn.shuffle(counts)
+    experts = NVFP4Experts.from_float(
+        *(
+            torch.randn(m.experts, n, k, device="cuda", dtype=torch.bfloat16)
+            for n, k in ((2 * m.intermediate, m.hidden), (m.hidden, m.intermediate))
+        )
+    )
+    x = torch.randn(max(counts), m.hidden, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(len(x), m.experts, device="cuda").topk(m.slots).indices
+    w = torch.rand(len(x), m.slots, device="cuda")
+    experts(x[:0], ids[:0], w[:0])  # puts weights in order
+    times = []
+    with options.override(**WAYS[way]), torch.inference_mode():
+        if way == "preparing":
+            with fusion_moe.preparing("all"):
+                experts(x[:8], ids[:8], w[:8])
+        for n in counts:
+            start = time.perf_counter()
+            experts(x[:n], ids[:n], w[:n])
+            times.append((time.perf_counter() - start, n))
+            torch.cuda.synchronize()
+            time.sleep(_PAUSE)
+    later = sorted(times[1:], reverse=True)
+    shown = ", ".join(f"{n} tokens {1e3 * t:.0f} ms" for t, n in later if t > _SHOWN)
+    print(
+        f"{way}: first call ({times[0][1]} tokens) {times[0][0]:.2f} s, all others "
+        f"{sum(t for t, _ in later):.2f} s, the longest {later[0][0]:.2f} s; over "
+        f"{1e3 * _SHOWN:.0f} ms: {shown or 'none'}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", default="H200", choices=[arch.name for arch in KNOWN.values()])
     parser.add_argument("--model", default="qwen3", choices=list(MODELS))
+    parser.add_argument("--waits", nargs="?", const="all", choices=["all", *WAYS])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048])
     asked = parser.parse_args()
+    if asked.waits == "all":
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, __file__, "--model", asked.model, "--waits", way]
+                environment = os.environ | {"FUSION_MOE_CACHE_DIR": folder}
+                subprocess.run(command, env=environment, check=True)
+        return
+    if asked.waits:
+        waits(asked.model, asked.waits)
+        return
     arch: Arch = next(arch for arch in KNOWN.values() if arch.name == asked.gpu)
     call = call_of(asked.model)
     (symbol,) = call.parts.symbols
