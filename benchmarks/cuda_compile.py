@@ -15,6 +15,7 @@ process with an empty cache: by default, without `compile_ahead`, and after `pre
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import subprocess
@@ -122,6 +123,7 @@ def waits(model: str, way: str) -> None:
     w = torch.rand(len(x), m.slots, device="cuda")
     experts(x[:0], ids[:0], w[:0])  # puts weights in order
     times = []
+    gc.disable()  # one of all of torch's objects takes 0.1 s
     with options.override(**WAYS[way]), torch.inference_mode():
         if way == "preparing":
             with fusion_moe.preparing("all"):

@@ -18,8 +18,8 @@ ROWS = 13
 
 
 ACTIVATIONS = (
-    *("SReLU", "ScaledSReLU", "ScaledSiTUGLU", "GLU", "SwiGLU"),
-    *("GEGLU", "QGEGLU", "ReGLU", "SReGLU"),
+    *("SReLU", "ScaledSReLU", "ScaledSiTUGLU", "GLU", "SwiGLU", "QGELU"),
+    *("GEGLU", "QGEGLU", "ReGLU", "SReGLU", "ClampedSwiGLU", "SiTUGLU"),
 )
 
 

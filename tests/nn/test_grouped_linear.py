@@ -200,6 +200,12 @@ def test_new_parameters(single):
     assert not any(bias.any() for bias in module.each("bias"))
     nothing = GroupedLinear(3, 100, 60, bias=False, single_grouped_bias=single)
     assert all(getattr(nothing, name) is None for name in names if name.startswith("bias"))
+    filled = []
+    ones = GroupedLinear(
+        3, 10, 6, single_grouped_weight=single, init_method=lambda w: filled.append(w.fill_(1.0))
+    )
+    assert [w.shape for w in filled] == [(6, 10)] * 3
+    assert all(w.eq(1).all() for w in ones.each("weight"))
 
 
 def neighbours(module: GroupedLinear) -> bool:

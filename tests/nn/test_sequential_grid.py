@@ -73,7 +73,7 @@ def clamped(x: Tensor, offset: float) -> Tensor:
 ACTIVATIONS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], int]] = {
     "ReLU": (own(torch.relu), torch.relu, 1),
     "GELU": (own(tanh_gelu), tanh_gelu, 1),
-    "QGELU": (own(quick), quick, 1),
+    "QGELU": (ours.QGELU, quick, 1),
     "SiLU": (own(F.silu), F.silu, 1),
     "SReLU": (ours.SReLU, squared, 1),
     "GLU": (ours.GLU, gated(torch.sigmoid), 2),
@@ -82,6 +82,12 @@ ACTIVATIONS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], in
     "QGEGLU": (ours.QGEGLU, gated(quick), 2),
     "ReGLU": (ours.ReGLU, gated(torch.relu), 2),
     "SReGLU": (ours.SReGLU, gated(squared), 2),
+    "SiTUGLU": (ours.SiTUGLU, situ, 2),
+    "ClampedSwiGLU": (
+        lambda size=None: ours.ClampedSwiGLU(size, limit=1.5),
+        lambda x: clamped(x, 1.0),
+        2,
+    ),
 }
 SCALED: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
     "ScaledSwiGLU": (ours.ScaledSwiGLU, gated(F.silu)),

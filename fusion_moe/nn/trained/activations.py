@@ -166,20 +166,23 @@ class ScaledSiTUGLU(_ScaledGLU):
     def __init__(
         self, glu_interleave_size: int | None = None, beta1: float = 4.0, beta2: float = 25.0
     ):
-        for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 < beta < inf:
-                raise OptionError(
-                    f"{name} = {beta}", expected="a positive number", where=type(self).__name__
-                )
+        super().__init__(glu_interleave_size, _situ(type(self).__name__, beta1, beta2))
 
-        def bounded(fd: FusionDefinition, x: Value, beta: float) -> Value:
-            return fd.ops.tanh(x / beta) * beta
 
-        def situ(fd: FusionDefinition, gate: Value, up: Value) -> Value:
-            active = bounded(fd, gate, float(beta1)) * fd.ops.sigmoid(gate)
-            return active * bounded(fd, up, float(beta2))
+def _situ(where: str, beta1: float, beta2: float) -> Callable[[int], str]:
+    """The text for each interleave. OptionError for a beta that is not positive and finite."""
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 < beta < inf:
+            raise OptionError(f"{name} = {beta}", expected="a positive number", where=where)
 
-        super().__init__(glu_interleave_size, lambda k: written(situ, 2, k))
+    def bounded(fd: FusionDefinition, x: Value, beta: float) -> Value:
+        return fd.ops.tanh(x / beta) * beta
+
+    def situ(fd: FusionDefinition, gate: Value, up: Value) -> Value:
+        active = bounded(fd, gate, float(beta1)) * fd.ops.sigmoid(gate)
+        return active * bounded(fd, up, float(beta2))
+
+    return lambda k: written(situ, 2, k)
 
 
 def _gelu(fd: FusionDefinition, x: Value) -> Value:
@@ -215,6 +218,35 @@ class ScaledSReLU(Activation):
 
     def __init__(self) -> None:
         super().__init__(written(_squared_relu, 1), scaled=True)
+
+
+class QGELU(Activation):
+    """x * sigmoid(1.702 * x)"""
+
+    def __init__(self) -> None:
+        super().__init__(written(_FUNCTIONS["quick_gelu"], 1))
+
+
+class ClampedSwiGLU(Activation):
+    """ScaledClampedQGeGLU without scales. x [..., 2H] -> [..., H]."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        offset: float = 1.0,
+    ):
+        super().__init__(swiglu(glu_interleave_size or 0, limit, alpha, offset))
+
+
+class SiTUGLU(Activation):
+    """ScaledSiTUGLU without scales. x [..., 2H] -> [..., H]."""
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, beta1: float = 4.0, beta2: float = 25.0
+    ):
+        super().__init__(_situ(type(self).__name__, beta1, beta2)(glu_interleave_size or 0))
 
 
 class _GLU(Activation):

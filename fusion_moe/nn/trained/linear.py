@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -69,6 +71,7 @@ class GroupedLinear(GroupedParameters):
         delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw`
             computes those of the oldest backward.
         scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
+        init_method: fills a weight [N, K] in place, in place of kaiming-uniform.
         return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a
             list of G [N] in the result's dtype, with their gradients; an empty list without bias.
             Not with scale_bias, and not in a `Sequential`.
@@ -92,6 +95,7 @@ class GroupedLinear(GroupedParameters):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
         return_bias: bool = False,
+        init_method: Callable[[Tensor], object] | None = None,
     ):
         for name, n in (
             ("num_groups", num_groups),
@@ -122,6 +126,7 @@ class GroupedLinear(GroupedParameters):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delayed = Delayed() if delay_wgrad_compute else None
         self.held = Held()
+        self.init_method = init_method or partial(nn.init.kaiming_uniform_, a=sqrt(5))
         self.add_grouped(
             "weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype
         )
@@ -131,12 +136,10 @@ class GroupedLinear(GroupedParameters):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """New weights, kaiming-uniform with a = sqrt(5), one group after another; biases of
-        zero.
-        """
+        """New weights by `init_method`, one group after another; biases of zero."""
         with torch.no_grad():
             for weight in self.each("weight"):
-                nn.init.kaiming_uniform_(weight, a=sqrt(5))
+                self.init_method(weight)
             for bias in self.each("bias") if self.use_bias else ():
                 bias.zero_()
 
