@@ -39,7 +39,11 @@ class UnknownOperation(Refused):
 
 
 def interpret(
-    text: str, inputs: Sequence[torch.Tensor | int | float], *, cutlass_dtype: str = "BFloat16"
+    text: str,
+    inputs: Sequence[torch.Tensor | int | float],
+    *,
+    cutlass_dtype: str = "BFloat16",
+    simulated: bool = False,
 ) -> list[torch.Tensor]:
     """The outputs of a printed definition.
 
@@ -48,10 +52,12 @@ def interpret(
     first; sizes, dtypes and strides must be what the definition says. Outputs: e2m1 as
     float4_e2m1fn_x2 packed along the last dimension, swizzled block scales as their memory, 1-d.
     Memory that nvFuser does not write is NaN, in integers -2^31 + 1. `cutlass_dtype` is the dtype
-    that the text does not tell. Refused (an AssertionError): what nvFuser refuses or leaves
+    that the text does not tell; simulated: 4-bit products by the arithmetic of Blackwell's
+    instruction, not exactly. Refused (an AssertionError): what nvFuser refuses or leaves
     undefined, with the line of the text. UnknownOperation: what is not in OPS.
     """
-    return [to_torch(x) for x in evaluate(text, inputs, cutlass_dtype=cutlass_dtype)]
+    run = _Run(inputs, cutlass_dtype, simulated)
+    return [to_torch(x) for x in run.run(text)]
 
 
 def output_dtypes(
@@ -69,7 +75,12 @@ def evaluate(
 
 
 class _Run:
-    def __init__(self, inputs: Sequence[torch.Tensor | int | float], cutlass_dtype: str):
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor | int | float],
+        cutlass_dtype: str,
+        simulated: bool = False,
+    ):
         self.inputs: Iterator[torch.Tensor | int | float] = iter(inputs)
         self.names: dict[str, Any] = {"_": None}
         self.outputs: list[Value | Swizzled] = []
@@ -80,7 +91,7 @@ class _Run:
             "float": float,
             **{f"fd.ops.{name}": function for name, function in OPS.items()},
             "fd.ops.cutlass_nvfp4_grouped_mm": partial(
-                OPS["cutlass_nvfp4_grouped_mm"], dtype=cutlass_dtype
+                OPS["cutlass_nvfp4_grouped_mm"], dtype=cutlass_dtype, simulated=simulated
             ),
         }
 

@@ -415,6 +415,7 @@ def test_cutlass_product(sizes, k):
     text = cutlass_text(inputs)
     same(interpret(text, inputs)[0], want.bfloat16())
     same(interpret(text, inputs, cutlass_dtype="Half")[0], want.half())
+    same(interpret(text, inputs, simulated=True)[0], want.bfloat16())
 
 
 @pytest.mark.parametrize(

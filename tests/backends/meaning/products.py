@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .block_scaled_mma import block_scaled_mma
 from .blockscale import ceil_to, memory_of, unswizzle
 from .values import (
     E2M1,
@@ -79,6 +80,7 @@ def cutlass_nvfp4_grouped_mm(
     sf_offsets: Any,
     *,
     dtype: str = "BFloat16",
+    simulated: bool = False,
 ) -> Value:
     """mat1 e2m1[m, k], mat2 e2m1[g, k, n] with k fastest -> [m, n]: rows of group i times matrix i,
     times alpha[i].
@@ -86,7 +88,8 @@ def cutlass_nvfp4_grouped_mm(
     scale1: block scales [m, k/16] in the grouped order; scale2: [g, n, k/16], each group's in
     tiles; alpha Float[g]; problem_sizes Int32[g, 3], (rows, n, k) of each group; expert_offsets
     Int32[g], first rows; sf_offsets Int32[g], first padded rows of scale1. Refused is also what the
-    kernel takes without a check and computes wrongly.
+    kernel takes without a check and computes wrongly. simulated: by the arithmetic of the
+    instruction, and alpha in float32.
     """
     a, b = tensor(mat1, E2M1).data, tensor(mat2, E2M1).data
     m, k, n, count = _nvfp4_sizes(a, b)
@@ -106,9 +109,13 @@ def cutlass_nvfp4_grouped_mm(
     for i, ((rows, _, _), first, scale_first) in enumerate(
         zip(sizes, firsts, scale_firsts, strict=True)
     ):
-        left = _scaled(a[first : first + rows], unswizzle(scales_a, scale_first, rows, k // 16))
-        right = _scaled(b[i].T, unswizzle(scales_b, i * n, n, k // 16))
-        out[first : first + rows] = left @ right.T * factor[i]
+        left = a[first : first + rows], unswizzle(scales_a, scale_first, rows, k // 16)
+        right = b[i].T, unswizzle(scales_b, i * n, n, k // 16)
+        if simulated:
+            product = block_scaled_mma(left[0], right[0], left[1], right[1])
+            out[first : first + rows] = (product * factor[i].float()).double()
+        else:
+            out[first : first + rows] = _scaled(*left) @ _scaled(*right).T * factor[i]
     return Value(out.to(held(dtype)), dtype)
 
 
