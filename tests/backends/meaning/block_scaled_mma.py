@@ -1,11 +1,11 @@
 """The arithmetic of Blackwell's matrix instruction for 4-bit operands with block scales
-(`tcgen05.mma` with kind::mxf4nvf4, a scale for each 16), as measured on hardware by others: "MMA-Sim"
-(arXiv 2511.10909). Simulated: it never ran beside a device here.
+(`tcgen05.mma` with kind::mxf4nvf4, a scale for each 16), as measured on hardware by others:
+"MMA-Sim" (arXiv 2511.10909). Simulated: it never ran beside a device here.
 
-A step adds 64 products to a float32 accumulator. The 16 products of a block are summed exactly. Each
-of the four sums, times the significands of its two scales, and the accumulator are then aligned to
-the largest of their five exponents, of which a sum has that of its scales; what lies beyond 35
-fractional bits is cut, the rest added, and cut once more to float32.
+A step adds 64 products to a float32 accumulator. The 16 products of a block are summed exactly.
+Each of the four sums, times the significands of its two scales, and the accumulator are then
+aligned to the largest of their five exponents, of which a sum has that of its scales; what lies
+beyond 35 fractional bits is cut, the rest added, and cut once more to float32.
 """
 
 from __future__ import annotations
