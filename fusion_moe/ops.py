@@ -464,16 +464,19 @@ def fused_experts(
             -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
             which must be None. ids are checked against N.
         peers: int64 [R + 4], the memory of R ranks that hold of_experts experts together, each
-            those from its first_expert on; `parallelize_(dispatch="symmetric")` makes it. Tokens
-            are sent to the ranks of their experts, and the ranks' sums, each rounded to the dtype
-            of x unless float32_sums, come back and are added in the order of ranks: the result is
-            the whole sum. All ranks of the process group `across` must call it, and run its
-            backward.
+            those from its first_expert on: the very tensor that
+            `parallelize_(dispatch="symmetric")` made, no copy, or, on CPUs, zeros if they share
+            none. Tokens are sent to the ranks of their experts, and the ranks' sums, each rounded
+            to the dtype of x unless float32_sums, come back and are added in the order of ranks:
+            the result is the whole sum. All ranks of the process group `across` must call it, and
+            run its backward.
         across, of_experts, float32_sums: see peers.
         capacity: the most tokens of any rank in this call; 0: all ranks have as many as this one.
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.
+        GroupsError: for ids or places out of range; on CUDA in a later call.
+        OptionError: for peers that stand for no memory of this group.
 
     Derivatives: with respect to x, w, biases, adapters, parameters of the activation, float weights
     and masters. Quantized weights are frozen. Source: the experts of Qwen3-MoE.

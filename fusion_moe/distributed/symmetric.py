@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..messages.progress import MUCH, phase
 from ..messages.units import amount
 from ..messages.warn import warn_once
 from ..nn import Experts
-from ..runtime import cuda
+from ..runtime import cuda, peers
 from ..runtime.turns import Turns
 from .dispatch import Dispatcher, divide_forward
 
@@ -100,8 +101,7 @@ class GroupMemory:
         """One more layer. experts: of all ranks. OptionError unless all ranks have the same layers,
         in the same order.
         """
-        peers = torch.zeros(PEERS + self.ranks, dtype=torch.int64, device=self.device)
-        made = Layer(self, len(self._layers), experts, features, peers)
+        made = Layer(self, len(self._layers), experts, features)
         self._need_agreement((self.tokens, self.row), made)
         self._layers.append(made)
         self._tell([made])
@@ -165,7 +165,7 @@ class GroupMemory:
         if self._addresses:
             for layer in layers:
                 numbers = [self.rank, layer.number, self.tokens, self.row, *self._addresses]
-                layer.peers.data.copy_(torch.tensor(numbers))
+                peers.tell(layer.peers, numbers)
 
     def _need_free(self, nbytes: int, free: int, said: str) -> None:
         """OptionError unless as much is free, on all ranks."""
@@ -227,17 +227,16 @@ class GroupMemory:
 
 
 class Layer:
-    """A layer that uses the memory of a group. peers i64[4 + R]: the rank, the layer's number, for
-    how many tokens of a rank and bytes of each there is room, where each rank's memory is.
-    capacity: the most tokens of any rank, 0 if all have equally many. float32_sums: whether ranks'
-    sums are added before they are rounded.
+    """A layer that uses the memory of a group. peers i64[4 + R]: what stands for that in calls
+    (runtime/peers.py), until the layer is freed. capacity: the most tokens of any rank, 0 if all
+    have equally many. float32_sums: whether ranks' sums are added before they are rounded.
     """
 
-    def __init__(
-        self, memory: GroupMemory, number: int, experts: int, features: int, peers: Tensor
-    ):
+    def __init__(self, memory: GroupMemory, number: int, experts: int, features: int):
         self.memory, self.number, self.experts = memory, number, experts
-        self.features, self.peers = features, peers
+        self.features, group = features, memory.group.group_name
+        self.peers = peers.issue(PEERS + memory.ranks, group, memory.device)
+        weakref.finalize(self, peers.revoke, self.peers.data_ptr()).atexit = False
         self.capacity, self.float32_sums = 0, False
 
     def __deepcopy__(self, memo: Any) -> Layer:

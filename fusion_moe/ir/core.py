@@ -468,7 +468,8 @@ class Fusion:
         for v, tensor in values.items():
             if v.type.ends:
                 rows = self.partitions.rows(v.type.ends)
-                check_ends(tensor, MOST_ROWS if rows is None else value(rows, env), v.name)
+                most, apart = MOST_ROWS if rows is None else value(rows, env), v.type.ends.stride
+                check_ends(tensor, most, v.name, apart if apart is None else value(apart, env))
         device = elements_of(tensors[0]).device if tensors else torch.device("cpu")
         # for operations that create tensors without inputs
         with torch.device(device) if device.type != "cpu" else nullcontext():

@@ -131,9 +131,9 @@ def clamp_ends(ends: Tensor, rows: int) -> Tensor:
     return ends.clamp(0, rows).cummax(0).values
 
 
-def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
+def check_ends(ends: Tensor, rows: int, name: str = "offs", stride: int | None = None) -> None:
     """Raises unless ends [G] are cumulative ends of runs among `rows` rows. Reads them, so it waits
-    for the device.
+    for the device. stride: run g begins at row g * stride, and ends before the next one begins.
 
     DtypeError unless int32; ShapeError unless one-dimensional; GroupsError with the first group
     whose end is negative, below the one before it, or past the rows. The last end may lie before
@@ -147,6 +147,12 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
         raise ShapeError(f"{name} is {list(ends.shape)}", expected="[G], one end for each group")
     before = 0
     for group, end in enumerate(ends.tolist()):
+        if stride is not None and not 0 <= end - group * stride <= stride:
+            raise GroupsError(
+                f"{name}[{group}] = {end}",
+                expected=f"{group * stride} to {(group + 1) * stride}: groups lie {stride} rows "
+                "apart",
+            )
         if not before <= end <= rows:
             what = (
                 "negative"
@@ -237,7 +243,20 @@ def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
         raise GroupsError(
             f"{name} contains {slots[outside][0]}",
             expected=f"rows from 0 to {rows - 1}",
-            todo="pass slot_of as fusion_moe::route returns it",
+            todo="pass slot_of as fusion_moe::route returns it" if name == "slot_of" else "",
+        )
+
+
+def check_places(places: Tensor, here: int) -> None:
+    """GroupsError unless i32 places [N] of experts lie in -1..here-1, with the first that does not.
+    Reads them, so it waits for the device.
+    """
+    outside = (places < -1) | (places >= here)
+    if outside.any():
+        expert = int(outside.nonzero()[0])
+        raise GroupsError(
+            f"places[{expert}] = {int(places[expert])}",
+            expected=f"0 to {here - 1}, an index of the experts here, or -1, elsewhere",
         )
 
 

@@ -172,7 +172,8 @@ class Watched:
     def _measure(
         self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]
     ) -> None:
-        values: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
+        taken = self.program.taken(tensors, env)
+        values: dict[Value, Any] = dict(zip(self.program.fusion.inputs, taken, strict=True))
         calls: list[_Call] = []
         for kernel in self.program.kernels:
             inputs = [values[v] for v in kernel.segment.inputs]

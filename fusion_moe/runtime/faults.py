@@ -56,6 +56,9 @@ _FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "row {value} of matrix {place} has another scale than the rows around it",
         "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
     ),
+    7: _Fault(
+        "places[{place}] = {value}", "the index of an expert here, or -1 for one that is elsewhere"
+    ),
     _WORKER: _Fault(
         "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
         "{value} ms",

@@ -177,6 +177,44 @@ void count(const Layer& layer, const std::int32_t* ends) {
     }
 }
 
+// Memory of ranks
+// -------------------------------------------------------------------------------------------------
+
+// The tables that handles stand for, as runtime/peers.py has them.
+class Shared {
+  public:
+    struct Table {
+        char* at;
+        i64 count, group;
+    };
+
+    void put(const void* handle, Table table) {
+        const std::unique_lock lock(mutex_);
+        if (table.at)
+            tables_[handle] = table;
+        else
+            tables_.erase(handle);
+    }
+
+    // The table of a tensor; null unless it is a handle of this group's memory.
+    char* find(const at::Tensor& handle, i64 group) {
+        const std::shared_lock lock(mutex_);
+        const auto found = tables_.find(handle.const_data_ptr());
+        const bool good = found != tables_.end() && found->second.group == group &&
+                          found->second.count == handle.numel();
+        return good ? found->second.at : nullptr;
+    }
+
+  private:
+    std::shared_mutex mutex_;
+    std::unordered_map<const void*, Table> tables_;
+};
+
+Shared& shared() {
+    static Shared* const all = new Shared;  // as long as the process
+    return *all;
+}
+
 struct Result {
     std::vector<i64> sizes;
     at::ScalarType dtype;
@@ -229,12 +267,18 @@ class Descriptor {
   protected:
     using Addresses = c10::SmallVector<char*, 32>;
 
-    // Those of all arrays. of_results(result) makes a tensor.
+    // Those of all arrays; none if a tensor should be a handle, and is not. of_results(result) makes
+    // a tensor.
     template <class Make>
     Addresses addresses(const Form& form, Results& results, char* workspace, Make of_result) const {
         Addresses found;
         for (const at::Tensor* t : form.tensors)
             found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
+        for (std::size_t i = 0; i < peers_.size(); i += 2) {
+            const auto input = static_cast<std::size_t>(peers_[i]);
+            found[input] = shared().find(*form.tensors[input], peers_[i + 1]);
+            if (!found[input]) return {};
+        }
         for (const Result& result : results_) results.push_back(of_result(result));
         for (const i64 i : made_)
             found.push_back(
@@ -246,8 +290,10 @@ class Descriptor {
     i64 workspace() const { return workspace_; }
 
     // Ends a descriptor: the input that is the weight of the first product, and the array of its
-    // groups' ends; -1 for none.
-    void read_counted(Numbers& said) { weight_ = said.next(), ends_ = said.next(); }
+    // groups' ends, -1 for none; the inputs that are handles, each with the group.
+    void read_last(Numbers& said) {
+        weight_ = said.next(), ends_ = said.next(), peers_ = said.list();
+    }
 
     std::int32_t* ends(const Addresses& found) const {
         return reinterpret_cast<std::int32_t*>(found[static_cast<std::size_t>(ends_)]);
@@ -255,6 +301,7 @@ class Descriptor {
 
   private:
     i64 weight_ = -1, ends_ = -1;
+    std::vector<i64> peers_;
     i64 inputs_;
     std::vector<i64> made_;  // which result each array is
     i64 workspace_;          // bytes
@@ -271,13 +318,14 @@ class OnCpu final : public Descriptor {
           products_(said.list()),
           order_(said.list()),
           sizes_(said.list()) {
-        read_counted(said);
+        read_last(said);
     }
 
     bool run(const Form& form, const Layer* layer, Results& results) const override {
         at::Tensor held;
         const auto make = [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); };
         const Addresses found = addresses(form, results, memory(held), make);
+        if (found.empty()) return false;
         Addresses ordered;
         for (const i64 i : order_) ordered.push_back(found[static_cast<std::size_t>(i)]);
         if (entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) != 0)
@@ -331,7 +379,7 @@ class OnCuda final : public Descriptor {
             }
             parts_.push_back(std::move(part));
         }
-        read_counted(said);
+        read_last(said);
     }
 
     bool run(const Form& form, const Layer* layer, Results& results) const override {
@@ -351,6 +399,7 @@ class OnCuda final : public Descriptor {
             return at::empty(r.sizes, options.dtype(r.dtype));
         };
         const Addresses found = addresses(form, results, memory, make);
+        if (found.empty()) return false;
         for (const Part& part : parts_)
             if (!run(part, found, stream, fault)) return false;
         return !layer || count_there(*layer, ends(found), stream);
@@ -698,6 +747,12 @@ void fusion_moe_offer(int cuda, const i64* numbers, i64 count) {
 // Has the calls of these layers counted, or of none. They must live as long as the process.
 void fusion_moe_record(const void* layers) {
     recorded.store(static_cast<const Layers*>(layers), std::memory_order_release);
+}
+
+// Has a tensor at `handle` stand for a table of the memory of a group; at 0: for nothing any more.
+void fusion_moe_share(i64 handle, i64 table, i64 count, i64 group) {
+    shared().put(reinterpret_cast<const void*>(handle),
+                 {reinterpret_cast<char*>(table), count, group});
 }
 
 // How many forms are known.

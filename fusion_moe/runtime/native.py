@@ -106,6 +106,7 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
 
 _library: ctypes.CDLL | None = None
 _recorded: int | None = None
+_shared: dict[int, tuple[int, int, int]] = {}
 _attempts = itertools.count()
 _callers: set[int] = set()  # the threads whose calls Python has run while there was no library
 
@@ -177,8 +178,18 @@ def load() -> None:
         native.fusion_moe_begin(*options.variable(), precompile.NOTED, None)
         native.fusion_moe_record.argtypes = [ctypes.c_void_p]
         native.fusion_moe_record(_recorded)
+        native.fusion_moe_share.argtypes = [ctypes.c_longlong] * 4
+        for handle, of_handle in _shared.items():
+            native.fusion_moe_share(handle, *of_handle)
         _implement_natively(native, "fusion_moe")
         _library = native
+
+
+def share(handle: int, table: int, count: int, group: int) -> None:
+    """Tells C++ the table of a handle (peers.py), by their addresses; a table at 0: none."""
+    _shared[handle] = table, count, group
+    if _library is not None:
+        _library.fusion_moe_share(handle, table, count, group)
 
 
 def record(layers: int | None) -> None:

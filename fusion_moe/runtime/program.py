@@ -20,7 +20,7 @@ from ..ir.core import Fusion, Op, Value
 from ..ir.flow import needed
 from ..schedule.segment import Segment
 from ..target import Target
-from . import check, dump, native, recording
+from . import check, dump, native, peers, recording
 from .kernel import Kernel
 from .precompile import Compiled, Noted, compile_all, note
 from .remembered import Remembered
@@ -101,6 +101,7 @@ class Program:
         if note(self._compiled, _device_of(tensors), env):
             native.use()
             return [t.zero_() for t in empty_outputs(self.fusion, env, _device_of(tensors))]
+        tensors = self.taken(tensors, env)
         if self.checked:
             check.refuse_capture(_device_of(tensors))
             check.check_stages(self.stages, self.segments, tensors, env)
@@ -108,6 +109,12 @@ class Program:
             with dump.into(self.dumped):
                 return list(self._launched(tensors, env))
         return list(self._launched(tensors, env))
+
+    def taken(
+        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
+        """What kernels get for these inputs (peers.py). OptionError, ShapeError."""
+        return peers.tables(tensors, self._of_peers, env) if self._of_peers else tensors
 
     def descriptor(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
@@ -117,7 +124,8 @@ class Program:
         if by_python or self.joined is None:
             return None
         made = self.joined.descriptor(tensors, env)
-        return made and replace(made, numbers=(*made.numbers, *self._counted))
+        handles = native.counted(peers.handles_of(self._of_peers))
+        return made and replace(made, numbers=(*made.numbers, *self._counted, *handles))
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda",
@@ -194,6 +202,11 @@ class Program:
         """What C++ reads to count rows: which input is the weight, which array the ends."""
         assert self.joined is not None
         return self.weight, self.joined.number(self.ends) if self.ends in self._arrays else -1
+
+    @cached_property
+    def _of_peers(self) -> tuple[peers.Use, ...]:
+        """What it does with memory that ranks share."""
+        return peers.uses_of(self.fusion)
 
     @cached_property
     def _arrays(self) -> tuple[Value, ...]:

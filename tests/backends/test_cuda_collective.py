@@ -215,4 +215,5 @@ def test_ranks_keep_to_the_protocol(tmp_path):
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([made], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stderr == ""
-    assert done.stdout.split() == ["two", "four", "nan", "silent", "dead", "differs", "alone"]
+    parts = ["two", "four", "nan", "silent", "dead", "differs", "alone", "ends"]
+    assert done.stdout.split() == parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from tempfile import mkstemp
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from experts import experts
 
+from fusion_moe import FusionDefinition
 from fusion_moe.distributed import parallelize, symmetric
-from fusion_moe.errors import OptionError, RankError
+from fusion_moe.encodings import NVFP4, quantize
+from fusion_moe.errors import FusionError, OptionError, RankError, ShapeError
 from fusion_moe.nn import prepare_
 from fusion_moe.nn.frozen import folded
-from fusion_moe.runtime import faults
+from fusion_moe.runtime import faults, native, peers
 
 HERE, THERE = ("node", "boot"), ("node", "another boot")
 
@@ -120,6 +123,10 @@ def test_a_file_system_without_room_is_an_error_before_anything_is_written(tmp_p
         memory._in_a_file(100)
 
 
+def table(layer):
+    return peers._issued[layer.peers.data_ptr()].table
+
+
 def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
     """Those that are made after the first call, too, and after memory could not grow."""
 
@@ -135,19 +142,106 @@ def test_layers_know_the_memory_that_there_is(tmp_path, monkeypatch):
         first.need(5, 2)
         second = memory.layer(4, 64)
         second.need(5, 2)
-        assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
-        assert [int(layer.peers[1]) for layer in (first, second)] == [0, 1]
-        assert int(second.peers[2]) == 5
+        assert table(first).tolist()[2:] == table(second).tolist()[2:]
+        assert [int(table(layer)[1]) for layer in (first, second)] == [0, 1]
+        assert int(table(second)[2]) == 5
         monkeypatch.setattr(memory, "_share", fails)
         with pytest.raises(OSError, match="no room"):
             first.need(9, 2)
-        assert not first.peers[2:4].any()  # what was freed is in no call
+        assert not table(first)[2:4].any()  # what was freed is in no call
         monkeypatch.undo()
         first.need(4, 2)
-        assert first.peers.tolist()[2:] == second.peers.tolist()[2:]
-        assert int(second.peers[2]) == 4
+        assert table(first).tolist()[2:] == table(second).tolist()[2:]
+        assert int(table(second)[2]) == 4
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A call of a layer in a group of one rank, with some peers."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD.group_name
+    weights = [list(quantize(torch.randn(4, 64, n), NVFP4)) for n in (64, 32)]
+    x, ids, w = torch.randn(4, 64), torch.randint(4, (4, 2)), torch.rand(4, 2)
+    how = {"weight_format": "nvfp4", "first_expert": 0, "of_experts": 4, "across": group}
+
+    def call(peers, rows=4, **more):
+        some = (t.repeat(3, 1)[:rows] for t in (x, ids, w))
+        return torch.ops.fusion_moe.fused_experts(*some, *weights, peers=peers, **{**how, **more})
+
+    yield call
+    dist.destroy_process_group()
+
+
+def of_one(call):
+    layer = symmetric.GroupMemory(dist.group.WORLD, torch.device("cpu")).layer(4, 64)
+    layer.need(4, 4)
+    return layer
+
+
+def not_handles(handle):
+    """What is no handle, and what is said of it."""
+    none = "is memory of no ranks"
+    return [
+        (handle.clone(), none),
+        (torch.ones_like(handle), none),
+        (peers._issued[handle.data_ptr()].table.clone(), none),
+        (torch.zeros(9).long().copy_(torch.ones(9))[2:7], none),
+        (handle[:0].new_full((5,), 2**47), none),
+    ]
+
+
+@pytest.mark.compiler
+def test_only_memory_that_was_shared_is_written_to(alone):
+    """Whatever the numbers in `peers` are: those of a handle are never read."""
+    layer, call = of_one(alone), alone
+    compiled = torch.compile(call, backend="aot_eager", dynamic=False)
+    want = call(torch.zeros(5, dtype=torch.int64))  # through the process group
+    native.load()
+    for f in call, call, call, compiled, compiled:
+        known = native.known()
+        assert f(layer.peers).equal(want)
+        for bad, says in not_handles(layer.peers):
+            with pytest.raises(OptionError, match=says):
+                f(bad)
+        layer.peers.random_()
+        assert f(layer.peers[:]).equal(want)
+    assert native.known() == known > 0
+    with pytest.raises(OptionError, match=r"memory of the group '0' in an operation of 'other'"):
+        call(layer.peers, across="other")
+    two = torch.cat([layer.peers, layer.peers])[:6]
+    with pytest.raises(OptionError, match="is memory of no ranks"):
+        call(two, of_experts=8)
+    with pytest.raises(ShapeError, match=r"9 tokens of a rank, of 256 bytes each; .* at most 4"):
+        call(layer.peers, 9)
+    assert call(layer.peers).equal(want)
+
+
+def test_memory_that_was_freed_is_refused(alone):
+    layer = of_one(alone)
+    handle = layer.peers
+    alone(handle)
+    del layer
+    gc.collect()
+    with pytest.raises(OptionError, match="is memory of no ranks"):
+        alone(handle)
+
+
+def test_programs_do_not_compute_where_memory_is():
+    fd = FusionDefinition()
+    ranks = fd.define_groups("s", 1, stride=4)
+    x, ids, w, numbers = (
+        fd.define_tensor(shape=s, dtype=d)
+        for s, d in (([4, 64], "f32"), ([4, 2], "i64"), ([4, 2], "f32"), ([5], "i32"))
+    )
+    peers = fd.ops.cast(numbers, dtype="i64")
+    rows, *_ = fd.ops.dispatch(x, ids, w, peers, groups=ranks, experts=4, group="g")
+    fd.add_output(rows)
+    given = torch.randn(4, 64), torch.zeros(4, 2).long(), torch.rand(4, 2), torch.ones(5).int()
+    with pytest.raises(FusionError, match="peers that are an input: addresses are never computed"):
+        torch.ops.fusion_moe.run(str(fd.fusion()), given, [])
 
 
 def test_ranks_fold_weights_alike_whatever_tokens_each_has(tmp_path, monkeypatch):

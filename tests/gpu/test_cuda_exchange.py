@@ -23,6 +23,7 @@ from fusion_moe.errors import RankError
 from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.kinds.collectives import PEERS
 from fusion_moe.layouts import LAYOUTS
+from fusion_moe.runtime import peers
 
 pytestmark = pytest.mark.gpu
 E, H, I, K, ROOM = 8, 512, 256, 3, 600
@@ -41,7 +42,10 @@ class Ranks:
         nbytes = region_bytes(count, ROOM, 2 * H)
         self.memory = [torch.full((nbytes // 8,), -1).cuda() for _ in range(count)]
         addresses = [t.data_ptr() for t in self.memory]
-        self.peers = [torch.tensor([r, 7, ROOM, 2 * H, *addresses]).cuda() for r in range(count)]
+        cuda = torch.device("cuda")
+        self.peers = [peers.issue(PEERS + count, "g", cuda) for _ in range(count)]
+        for rank, handle in enumerate(self.peers):
+            peers.tell(handle, [rank, 7, ROOM, 2 * H, *addresses])
         for t in self.memory:
             t[:3] = torch.tensor([0, limit, 0])
         self.streams = [torch.cuda.Stream() for _ in range(count)]
@@ -67,7 +71,7 @@ class Ranks:
 
     def call(self, rank: int, given: Given, capacity: int = 0, device: str = "cuda") -> Any:
         on_gpu = device == "cuda"
-        peers = self.peers[rank] if on_gpu else torch.zeros(PEERS + self.count).long()
+        memory = self.peers[rank] if on_gpu else torch.zeros(PEERS + self.count).long()
         return torch.ops.fusion_moe.fused_experts(
             *given,
             *(self.on_gpu if on_gpu else self.shares)[rank],
@@ -75,7 +79,7 @@ class Ranks:
             weight_layout=self.layout if on_gpu else "linear",
             activation_format=self.rows,
             first_expert=rank * self.each,
-            peers=peers,
+            peers=memory,
             across="g",
             of_experts=E,
             capacity=capacity,

@@ -348,18 +348,25 @@ def test_route_to_local_experts(routing: Routing, first, count, dtype):
 @about("place")
 @given(routings(), st.sampled_from((torch.int32, torch.int64)), st.data())
 def test_place(routing: Routing, dtype, data):
-    """Each id's entry of the table, whatever that is; -1 for -1. Other ids are errors."""
+    """Each id's entry of the table; -1 for -1. Other ids, and places elsewhere, are errors."""
     table = data.draw(
-        st.lists(st.integers(-2, 9), min_size=routing.groups, max_size=routing.groups)
+        st.lists(st.integers(-1, 9), min_size=routing.groups, max_size=routing.groups)
     )
+
+    def placed(ids, table):
+        return run(lambda fd, *v: fd.ops.place(*v, here=10), ids, torch.tensor(table).int())
+
     ids = torch.cat([routing.ids, torch.full_like(routing.ids[:1], -1)]).to(dtype)
-    (found,) = run(lambda fd, *v: fd.ops.place(*v), ids, torch.tensor(table, dtype=torch.int32))
+    (found,) = placed(ids, table)
     want = [[-1 if i < 0 else table[i] for i in token] for token in ids.tolist()]
     assert (found.tolist(), found.dtype) == (want, torch.int32)
     for bad in (-2, routing.groups) if ids.numel() else ():
         ids[-1, 0] = bad
         with pytest.raises(GroupsError, match="out of range"):
-            run(lambda fd, *v: fd.ops.place(*v), ids, torch.tensor(table, dtype=torch.int32))
+            placed(ids, table)
+    for bad in (-2, 10, 2**31 - 1):
+        with pytest.raises(GroupsError, match=rf"places\[0\] = {bad}; expected 0 to 9"):
+            placed(ids[:0], [bad, *table])
 
 
 @about("route")

@@ -82,7 +82,7 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
     "partition": [([X, ENDS], [{}]), ([VECTOR, ENDS], [{}])],
     "zero_rest": [([ROWS, ENDS], [{}])],
     "route": [([SLOTS], [{"groups": 32}, {"groups": 2, "first_expert": 1}])],
-    "place": [([SLOTS, VECTOR], [{}])],
+    "place": [([SLOTS, VECTOR], each("here", (32, 64)))],
     "index_select": [([X, VECTOR], each("dim", (0, 1))), ([ROWS, VECTOR], each("dim", (0, 1)))],
     "index_put_accumulate": [([X, VECTOR, X], [{}]), ([VECTOR, VECTOR, VECTOR], [{}])],
     "dispatch": [([X, (32, 2), (32, 2), (5,)], [{"groups": (1, 32), **AMONG}])],
@@ -136,13 +136,15 @@ FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
 }
 
 
-def programs(name):
-    """All programs of one operation of a kind that verify."""
+def programs(name, of=None):
+    """All programs of one operation of a kind that verify, or those with operands of some dtypes
+    and encodings.
+    """
     for operands, attributes in FORMS[name]:
         shapes = [i for i, o in enumerate(operands) if o in (ROWS, RANKED) or isinstance(o, tuple)]
         for attrs in attributes:
             for_all = definition()
-            for dtypes in product(stored_in(name, attrs), repeat=len(shapes)):
+            for dtypes in product(of or stored_in(name, attrs), repeat=len(shapes)):
                 given = dict(zip(shapes, dtypes, strict=True))
                 try:
                     if "groups" not in attrs:  # most are refused: without a definition for each

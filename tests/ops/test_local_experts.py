@@ -204,8 +204,8 @@ def test_experts_in_any_places(target, here):
         found = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=places_of(here))
         assert found.any()
         assert found.equal(want)
-        wrong = torch.where(places_of(here) >= 0, E, -1).int()  # no place at all
-        nothing = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=wrong)
+        nowhere = torch.full_like(places_of(here), -1)
+        nothing = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=nowhere)
         assert not nothing.any()
         ids[0, 0] = E
         with pytest.raises(GroupsError, match=f"ids\\[0, 0\\] = {E} is out of range"):
@@ -220,6 +220,7 @@ def test_bad_places(golden):
         "a dtype": lambda: call(places=places_of([0]).long()),
         "a shape": lambda: call(places=places_of([0])[None]),
         "two ways": lambda: call(places=places_of([0]), first_expert=0),
+        "a place": lambda: call(places=places_of([0, 5])),
     }
     golden(messages(cases))
 

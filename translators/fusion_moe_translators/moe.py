@@ -523,9 +523,10 @@ def fused_experts(
         tokens, ids, w, combine_all = _between_ranks(
             fd, tokens, ids, w, peers, rows, of_experts, across, float32_sums
         )
+    experts = plain(gate_up[0].type.shape[0])
     if places is not None:
-        ids, first_expert = _placed(fd, ids, places, first_expert), 0
-    ends, row_of, slot_of = route(fd, ids, plain(gate_up[0].type.shape[0]), first_expert)
+        ids, first_expert = _placed(fd, ids, places, experts, first_expert), 0
+    ends, row_of, slot_of = route(fd, ids, experts, first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if lora_of is not None:
         arguments.need_dtype("lora_of", lora_of.type, INTS)
@@ -592,7 +593,9 @@ def _between_ranks(
     return all_x, all_ids, all_w, combine_all
 
 
-def _placed(fd: FusionDefinition, ids: Value, places: Value, first_expert: int | None) -> Value:
+def _placed(
+    fd: FusionDefinition, ids: Value, places: Value, experts: Any, first_expert: int | None
+) -> Value:
     """The place of each slot's expert, which `route` drops if it is none of the groups."""
     arguments.need_dtype("places", places.type, ("i32",))
     need_rank("places", places.type, 1)
@@ -601,7 +604,7 @@ def _placed(fd: FusionDefinition, ids: Value, places: Value, first_expert: int |
             f"places with first_expert = {first_expert}",
             expected="one of the two: places has an entry for each expert",
         )
-    return fd.ops.place(ids, places)
+    return fd.ops.place(ids, places, here=experts)
 
 
 def _need_experts(

@@ -15,7 +15,7 @@ import torch
 
 from ...ir.binding import nbytes, storage
 from ...ir.core import Fusion, Value
-from ...ir.kinds.collectives import PEERS
+from ...ir.kinds.collectives import PEERS, peers_of
 from ...runtime import build, memory, native
 from ...runtime.faults import rank_error
 from ...runtime.memory import Memory
@@ -129,9 +129,11 @@ def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
     shared memory go through the process group.
     """
     for op in (op for op in fusion.ops if op.kind.role == "collective"):
-        peers = inputs[fusion.inputs.index(op.values[-1])].tolist()
-        if any(peers):
-            header = (ctypes.c_ulonglong * 3).from_address(peers[PEERS + peers[0]])
+        peers = inputs[fusion.inputs.index(peers_of(op))].tolist()
+        if not peers[2]:
+            continue
+        header = (ctypes.c_ulonglong * 3).from_address(peers[PEERS + peers[0]])
+        if header[2]:
             raise rank_error(header[2] >> 32, header[2] % 2**32 - 1, header[1] / 1e9, op.kind.name)
 
 

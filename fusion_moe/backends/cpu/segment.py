@@ -145,9 +145,10 @@ class SegmentWriter(Writer):
         lines = []
         for v in self.fusion.inputs:
             if v.type.ends:
+                apart = "" if v.type.ends.stride is None else f", {size(v.type.ends.stride)}"
                 lines.append(
                     f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, "
-                    f"{self._rows_of(v)})) return false;"
+                    f"{self._rows_of(v)}{apart})) return false;"
                 )
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
@@ -228,9 +229,8 @@ class SegmentWriter(Writer):
     def _first_place(self, op: Op) -> list[str]:
         (ids, places), (made,) = op.values, op.outputs
         given = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(places)}"
-        return [
-            f"if (!place({given}, {size(places.type.shape[0])}, {self.names[made]})) return false;"
-        ]
+        counts = f"{size(places.type.shape[0])}, {op.attrs['here']}"
+        return [f"if (!place({given}, {counts}, {self.names[made]})) return false;"]
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape

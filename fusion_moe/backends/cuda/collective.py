@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ...arch import Arch
 from ...ir.core import Fusion, Value
-from ...ir.kinds.collectives import PIECE
+from ...ir.kinds.collectives import PIECE, peers_of
 from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
 from ..cxx.elements import stored
@@ -75,13 +75,13 @@ class Collective(Source):
 
     def _call(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
-        ids, peers = self.op.values[1], self.op.values[3 if self.sends else 4]
+        ids = self.op.values[1]
         numbers = self._ranks, known(ids.type.shape[1]), sum(self._parts)
         of = ", ".join(map(str, (*numbers, self.op.attrs["experts"], blocks, _senders(blocks))))
         assert self.groups.stride is not None
         return (
             f"Call<{of}>",
-            f"{{{self.array(peers)}, i32({size(self.groups.stride)}), error}}",
+            f"{{{self.array(peers_of(self.op))}, i32({size(self.groups.stride)}), error}}",
         )
 
     def _kernel(self, name: str, body: Sequence[str], blocks: int) -> list[KernelSource]:

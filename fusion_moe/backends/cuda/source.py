@@ -410,7 +410,8 @@ class Source(Writer):
     def _place(self, op: Op) -> KernelSource:
         (ids, places), (made,) = op.values, op.outputs
         given = f"{self.array(ids, self.made_later)}[i], {self.array(places)}"
-        place = f"place_of({given}, {size(places.type.shape[0])}, i, error)"
+        counts = f"{size(places.type.shape[0])}, {op.attrs['here']}"
+        place = f"place_of({given}, {counts}, i, error)"
         body = [f"{self.names[made]}[i] = {place};"]
         return self.for_all("place", elements(ids.type.shape), body)
 

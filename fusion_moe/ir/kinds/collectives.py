@@ -35,7 +35,8 @@ from ...layouts.groups import ceil_to
 from ...layouts.layout import as_bytes
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
-from ..types import INTS, Groups, TensorType, plain, wide
+from ..sizes import AnySize
+from ..types import DTYPES, INTS, Groups, TensorType, plain, wide
 from .rules import Types, need_dtype, need_ends, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
@@ -43,6 +44,19 @@ _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of 
 PIECE = 16  # bytes of a row that kernels copy at once
 _NARROW = ("bf16", "f16")
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
+
+
+def peers_of(op: Op) -> Value:
+    """The operand that says where the ranks' memory is."""
+    return op.values[3 if op.kind.name == "dispatch" else 4]
+
+
+def sent_of(op: Op) -> tuple[AnySize, AnySize]:
+    """How many rows of each rank, and bytes of each, the ranks' memory needs room for."""
+    x, *others = op.values
+    groups = op.attrs["groups"] if op.kind.name == "dispatch" else others[2].type.ends
+    rows = (x, *others[3:]) if op.kind.name == "dispatch" else (x,)
+    return groups.stride, sum(plain(v.type.shape[1]) * DTYPES[v.type.dtype].itemsize for v in rows)
 
 
 def _need_ranks(
@@ -165,7 +179,7 @@ def _back(fd: Any, op: Op, y: Value) -> Value:
     """y [R*C/s, N], for the tokens of all ranks that a dispatch brought -> [T, N], the sums over
     ranks for its own. Kernels copy pieces of 16 bytes: N is padded to them.
     """
-    _, ids, _, peers, *_ = op.values
+    _, ids, *_ = op.values
     _, all_ids, _, ends, *_ = op.outputs
     rows, width = map(plain, y.type.shape)
     # elements have 2 bytes at least
@@ -174,7 +188,7 @@ def _back(fd: Any, op: Op, y: Value) -> Value:
     if wide != width:
         y = fd.ops.pad(y, before=(0, 0), after=(0, wide - width), shape=(rows, wide))
     how = {name: op.attrs[name] for name in ("experts", "group")}
-    made = fd.ops.combine_from(fd.ops.partition(y, ends), all_ids, ids, ends, peers, **how)
+    made = fd.ops.combine_from(fd.ops.partition(y, ends), all_ids, ids, ends, peers_of(op), **how)
     if wide == width:
         return made
     tokens = plain(ids.type.shape[0])

@@ -16,6 +16,7 @@ from ...layouts.groups import (
     check_ends,
     check_ids,
     check_permutation,
+    check_places,
     check_problem,
     check_slots,
     ends_from_problem,
@@ -186,12 +187,14 @@ def _route(
     return ends, (order // max(ids.shape[1], 1)).int(), slot_of.view(ids.shape)
 
 
-def _place_type(ids: TensorType, places: TensorType) -> Types:
-    """ids int[T, k], experts of tokens; places i32[E], where each expert lies -> i32[T, k]: the
-    place of each slot's expert, -1 for the id -1.
+def _place_type(ids: TensorType, places: TensorType, here: int) -> Types:
+    """ids int[T, k], experts of tokens; places i32[E], where each expert lies, at 0 to here - 1 or,
+    with -1, elsewhere -> i32[T, k]: the place of each slot's expert, -1 for the id -1.
 
     Every id must be one of the E experts, or -1.
     """
+    if not 0 <= here < 2**31:
+        raise ShapeError(f"{here} places", expected="0 or more, of 32 bits")
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
     need_rank("places", places, 1)
@@ -199,13 +202,14 @@ def _place_type(ids: TensorType, places: TensorType) -> Types:
     return (TensorType(tuple(map(plain, ids.shape)), "i32"),)
 
 
-def _place_needs(ids: TensorType, places: TensorType) -> Iterator[Need]:
+def _place_needs(ids: TensorType, places: TensorType, here: int) -> Iterator[Need]:
     experts = places.shape[0]
     yield some_of(experts, elements(ids.shape)), f"ids choose among {experts} experts"
 
 
-def _place(ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor]:
+def _place(ids: torch.Tensor, places: torch.Tensor, here: int) -> tuple[torch.Tensor]:
     check_ids(ids, len(places), least=-1)
+    check_places(places, here)
     none = places.new_full((1,), -1)
     return (torch.cat([none, places])[ids.long() + 1],)
 
@@ -230,6 +234,12 @@ def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
     """A size that is negative if elements are wanted but there are none."""
     return plain(there) * 2**62 + plain(wanted) * -1
+
+
+def _index_select(x: torch.Tensor, index: torch.Tensor, dim: int) -> tuple[torch.Tensor]:
+    if not index.is_cuda:  # on CUDA the check would wait for the device
+        check_slots(index, x.shape[dim], "index")
+    return (x.index_select(dim, index),)
 
 
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -280,6 +290,12 @@ def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> I
         some_of(acc.shape[0], index.shape[0]),
         f"{index.shape[0]} rows are added to {acc}, which has none",
     )
+
+
+def _index_put(acc: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
+    if not index.is_cuda:
+        check_slots(index, len(acc), "index")
+    return (acc.index_add(0, index, value),)
 
 
 def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
@@ -438,7 +454,7 @@ TABLE = (
     OpKind(
         "index_select",
         _index_select_type,
-        lambda x, i, dim: (x.index_select(dim, i),),
+        _index_select,
         _index_select_grad,
         _index_select_needs,
         role="gather",
@@ -446,7 +462,7 @@ TABLE = (
     OpKind(
         "index_put_accumulate",
         _index_put_type,
-        lambda a, i, v: (a.index_add(0, i, v),),
+        _index_put,
         needs=_index_put_needs,
         role="scatter",
     ),

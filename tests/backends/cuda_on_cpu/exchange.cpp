@@ -212,6 +212,21 @@ void alone() {
     }
 }
 
+// Ends past the rows of a rank, as nobody's dispatch finds them: nothing else is read, and they are
+// reported.
+void bad_ends() {
+    Ranks<2> ranks(LONG);
+    ranks.each([](Rank<2>& rank, i32) {
+        rank.draw(9, 9);
+        rank.dispatch();
+        rank.compute();
+        for (i32& end : rank.ends) end = 1 << 30;
+        rank.combine();
+        NEED(rank.right());
+        NEED(u64(rank.error) >> 56 == BAD_END);
+    });
+}
+
 u64 fault(i32 rank) { return u64(NO_RANK) << 24 | u64(rank); }
 
 // The last rank fails: `how` of it in place of its second call. All others find that it was it, in
@@ -275,5 +290,7 @@ int main() {
     std::puts("differs");
     alone();
     std::puts("alone");
+    bad_ends();
+    std::puts("ends");
     return 0;
 }

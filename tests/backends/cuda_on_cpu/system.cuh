@@ -28,7 +28,7 @@ inline i32 atomicCAS(i32* p, i32 old, i32 x) {
     return old;
 }
 
-enum Fault : u64 { BAD_ID = 2, NO_ANSWER = 5, NO_RANK = 6 };
+enum Fault : u64 { BAD_END = 1, BAD_ID = 2, NO_ANSWER = 5, NO_RANK = 6 };
 inline void report(i64* word, Fault fault, i32 place, i32 value) {
     __atomic_store_n(reinterpret_cast<u64*>(word), u64(fault) << 56 | u64(place) << 32 | u32(value),
                      __ATOMIC_RELAXED);

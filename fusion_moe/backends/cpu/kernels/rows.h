@@ -13,11 +13,13 @@ namespace {
 
 enum Result : int { GOOD = 0, BAD = 1 };
 
-// Ends that never decrease and lie in 0..rows.
-inline bool good_ends(const i32* ends, i64 groups, i64 rows) {
+// Ends that never decrease and lie in 0..rows. apart > 0: rows from the begin of a group to that of
+// the next one, where it ends at the latest.
+inline bool good_ends(const i32* ends, i64 groups, i64 rows, i64 apart = 0) {
     i64 before = 0;
     for (i64 g = 0; g < groups; ++g) {
         if (ends[g] < before || ends[g] > rows) return false;
+        if (apart > 0 && (ends[g] < g * apart || ends[g] > (g + 1) * apart)) return false;
         before = ends[g];
     }
     return true;
@@ -66,10 +68,11 @@ bool all_below(const Index* index, i64 count, i64 size, i64 least = 0) {
     return good;
 }
 
-// The places of ids, -1 for -1; false if an id names none of the experts.
+// The places of ids, -1 for -1; false if an id names none of the experts, or a place is none of
+// those here.
 template <class Id>
-bool place(const Id* ids, i64 count, const i32* places, i64 experts, i32* made) {
-    if (!all_below(ids, count, experts, -1)) return false;
+bool place(const Id* ids, i64 count, const i32* places, i64 experts, i64 here, i32* made) {
+    if (!all_below(ids, count, experts, -1) || !all_below(places, experts, here, -1)) return false;
     for (i64 i = 0; i < count; ++i) made[i] = ids[i] < 0 ? -1 : places[ids[i]];
     return true;
 }

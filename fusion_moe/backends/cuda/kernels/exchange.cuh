@@ -500,6 +500,9 @@ struct CombineFrom {
     template <i32 N, class Made>
     __device__ __forceinline__ void run(Made made) const {
         griddepcontrol_wait();
+        for (i32 r = threadIdx.x; blockIdx.x == 0 && r < RANKS; r += blockDim.x)
+            if (ends[r] < r * e.most || ends[r] - r * e.most > e.most)
+                report(e.error, BAD_END, r, ends[r]);
         const u64 epoch = e.begin();
         if (blockIdx.x < e.SENDERS) {
             const i32 unit = e.unit(e.most, RANKS, e.SENDERS), units = e.count(e.most, unit);
@@ -525,7 +528,7 @@ struct CombineFrom {
         constexpr i32 APART = PIECES / N;
         __shared__ u32 slots[Call::MOST_OF_UNIT];
         const i32 mine = e.rank(), before = to * e.most;
-        const i32 end = min(first + unit, ends[to] - before);
+        const i32 end = min(first + unit, min(ends[to] - before, e.most));
         if (first >= end) return;
         for (i32 t = first + threadIdx.x; t < end; t += blockDim.x)
             slots[t - first] = e.slots_here(all_ids + (before + t) * SLOTS);

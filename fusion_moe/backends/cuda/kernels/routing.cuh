@@ -112,10 +112,17 @@ struct Route {
     }
 };
 
-// The place of an expert; -1 for the id -1, and for one that names no expert, which is reported.
+// The place of an expert; -1 for the id -1, for one that names no expert, and for a place that is
+// none of those here; the latter two are reported.
 template <class Id>
-__device__ __forceinline__ i32 place_of(Id id, const i32* places, i64 experts, i64 i, i64* error) {
-    if (id >= 0 && id < experts) return places[id];
+__device__ __forceinline__ i32 place_of(Id id, const i32* places, i64 experts, i32 here, i64 i,
+                                        i64* error) {
+    if (id >= 0 && id < experts) {
+        const i32 place = places[id];
+        if (place >= -1 && place < here) return place;
+        report(error, BAD_PLACE, i32(id), place);
+        return -1;
+    }
     if (id != -1) report(error, BAD_ID, i, i32(id));
     return -1;
 }
