@@ -19,6 +19,7 @@ from ..frozen.packed import PackedModule
 from ..frozen.projections import Projections
 from ..frozen.quantized_linear import QuantizedLinear
 from .contract import contract_of, experts_from, need_contract
+from .grouped import grouped_contract_of
 from .register import Converter, registered_converter
 
 
@@ -55,7 +56,7 @@ def linear_layer(linear: nn.Linear, config: QuantizationConfig) -> QuantizedLine
     return made
 
 
-DECORATED = "experts that use_experts_implementation decorates"
+DECORATED = "experts that use_experts_implementation decorates, grouped linear layers"
 
 
 def converter_of(module: nn.Module) -> Converter | None:
@@ -71,7 +72,10 @@ def converter_of(module: nn.Module) -> Converter | None:
         return named
     if type(module) is nn.Linear:  # a subclass may compute something else
         return linear_layer
-    return by_contract if contract_of(module) else None
+    if contract_of(module):
+        return by_contract
+    contract = None if isinstance(named, str) else grouped_contract_of(module)
+    return contract and contract.converted
 
 
 def why_refused(module: nn.Module) -> str:
@@ -123,7 +127,7 @@ def check(module: nn.Module, config: QuantizationConfig | None = None, name: str
     """Raises the errors that `convert` would: converts a copy on the meta device, then checks the
     values.
     """
-    converted(without_memory(module), config, name)
+    _made(converter_of(module), without_memory(module), config, name)
     dims = 2 if type(module) is nn.Linear else 3  # of the weights that are quantized
     for key, parameter in module.named_parameters():
         if parameter.dim() == dims and has_values(parameter.data):
@@ -135,13 +139,19 @@ def converted(
     module: nn.Module, config: QuantizationConfig | None = None, name: str = ""
 ) -> nn.Module:
     """`convert` for weights whose values are already checked."""
-    converter, kind = converter_of(module), type(module).__name__
+    return _made(converter_of(module), module, config, name)
+
+
+def _made(
+    converter: Converter | None, module: nn.Module, config: QuantizationConfig | None, name: str
+) -> nn.Module:
+    kind = type(module).__name__
     if converter is None:
         why = why_refused(module)
         raise UnsupportedError(
-            f"{kind}: {why}" if why else f"no converter for {kind}",
+            f"{kind}: {why}" if why else f"no converter for {qualified(module)}",
             expected=f"{DECORATED}, or {known_names()}",
-            todo="fusion_moe.register_converter adds a class",
+            todo=how_to_register(module),
             where=name or kind,
         )
     try:
@@ -172,6 +182,22 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def known_names() -> str:
-    """The names of the classes that are converted by name."""
+    """The full names of the classes that are converted by name."""
     found = (name for name, converter in _by_name().items() if not isinstance(converter, str))
-    return ", ".join(sorted(name.rsplit(".", 1)[1] for name in found))
+    return ", ".join(sorted(found))
+
+
+def qualified(module: nn.Module) -> str:
+    """The full name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def how_to_register(module: nn.Module | None) -> str:
+    """A converter of a module's class, or of some class, to be completed."""
+    kind = "MyExperts" if module is None else type(module).__name__
+    return (
+        f"register one:\n    @fusion_moe.register_converter({kind})\n"
+        "    def _(module, config):\n"
+        "        return fusion_moe.NVFP4Experts.from_float(  # [E, 2I, H], gate above up; [E, H, I]"
+        "\n            module.gate_up_proj, module.down_proj, config.activation_format\n        )"
+    )

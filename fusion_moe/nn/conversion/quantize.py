@@ -17,7 +17,16 @@ from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule
 from ..frozen.prepare import prepare_
 from ..frozen.projections import Projections
-from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
+from .converters import (
+    DECORATED,
+    check,
+    converted,
+    converter_of,
+    how_to_register,
+    known_names,
+    qualified,
+    why_refused,
+)
 
 Filter = Callable[[nn.Module, str], bool]
 # linear layers that stay: small ones that decide much, output embeddings, and what reads images
@@ -151,16 +160,16 @@ def _check_why_none(model: nn.Module, filtered: bool) -> None:
             expected="at least one to quantize",
             where=where,
         )
-    others = [
-        f"{name} ({type(m).__name__}{f': {why}' if (why := why_refused(m)) else ''})"
+    others = {
+        f"{name} ({qualified(m)}{f': {why}' if (why := why_refused(m)) else ''})": m
         for name, m in modules.items()
         if why_refused(m) or any(p.dim() == 3 for p in m.parameters(recurse=False))
-    ]
+    }
+    unknown = next((m for m in others.values() if not why_refused(m)), None)
     raise UnsupportedError(
         "no experts that can be quantized; modules with 3-D weights: "
         f"{', '.join(sorted(others)) or 'none'}",
         expected=f"{DECORATED}, or {known_names()}",
-        todo="fusion_moe.register_converter adds a class; NVFP4Experts.from_float makes the "
-        "module of [E, 2I, H] and [E, H, I] weights",
+        todo=how_to_register(unknown),
         where=where,
     )

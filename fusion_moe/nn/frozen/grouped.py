@@ -43,6 +43,7 @@ class NVFP4GroupedLinear(AdaptableModule):
     castable = ("bias",)
     projections = ("weight",)
     targets = ("linear",)
+    starts = False  # whether offs are the first rows of groups, as the module it replaces had them
     bias: nn.Parameter | None
 
     def __init__(
@@ -84,6 +85,8 @@ class NVFP4GroupedLinear(AdaptableModule):
         zeros for rows at or past offs[-1].
         """
         self.order()
+        if self.starts:
+            offs = torch.cat([offs[1:], offs.new_full((1,), x.shape[:-1].numel())])
         if padding := self.paddings.get("weight"):
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)
         try:
