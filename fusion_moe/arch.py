@@ -90,14 +90,15 @@ class Arch:
         setmaxnreg); or `code`.
         """
         major, minor = self.capability
-        return self.code or f"sm_{major}{minor}" + ("a" if major == 9 else "")
+        alone = self.capability == FEATURES["wgmma"]
+        return self.code or f"sm_{major}{minor}" + ("a" if alone else "")
 
     def why_not(self, needs: Iterable[str]) -> str:
         """Why it does not run kernels that need these FEATURES; "" if it does."""
         for name in needs:
             alone = name in _HOPPER_ALONE
             if self.capability < FEATURES[name] or (
-                alone and (self.capability[0] != FEATURES[name][0] or self.code)
+                alone and (self.capability != FEATURES[name] or self.code)
             ):
                 return (
                     f"{name} requires compute capability {shown(FEATURES[name])}"

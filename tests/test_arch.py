@@ -110,6 +110,15 @@ def test_what_each_generation_has():
     assert B200.why_not(("wgmma",)) == "wgmma requires compute capability 9.0, B200 has 10.0"
 
 
+def test_code_for_one_compute_capability_is_for_that_alone():
+    """Not for others of the same major version, which might come."""
+    other = replace(H200, capability=(9, 9))
+    assert (H200.nvrtc, other.nvrtc) == ("sm_90a", "sm_99")
+    for feature in "wgmma", "setmaxnreg":
+        assert H200.why_not((feature,)) == ""
+        assert "requires compute capability 9.0, H200 has 9.9" in other.why_not((feature,))
+
+
 def test_geforce_gpus_add_up_in_float32_at_half_the_rate():
     rates = [tensor_rate(name, (8, 9), 100, 2e9) for name in ("NVIDIA L40S", "NVIDIA GeForce RTX")]
     assert rates == [204.8e12, 102.4e12]

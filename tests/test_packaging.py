@@ -308,7 +308,8 @@ def test_installs_beside_another_translators_and_leaves_it_alone(kind, request, 
 def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
-    translator = re.search(r"```python\n(@fusion_moe.translator.*?)```", readme, re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (translator,) = (block for block in blocks if "@fusion_moe.translator" in block)
     site, empty = tmp_path / "site", tmp_path / "empty"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     run(*pip, "--no-deps", "--no-index", "--target", site, wheel)

@@ -163,7 +163,8 @@ def translator(
 
     Args:
         op: "namespace::name", "namespace::name.overload", or the object itself. The operation of a
-            name may be registered later.
+            name may be registered later; if it is not when a graph is first looked through, a
+            warning says so.
         as_stored: an argument of a region that is the transposed view of a contiguous tensor is
             passed as `permute` of that tensor. A translator that looks through the `permute` reads
             the tensor as it is stored; otherwise it is copied.
@@ -263,27 +264,23 @@ def overload_of(op: Operation) -> OpOverload:
 
 
 def warn_of_unknown() -> None:
-    """Warns once about each user translator whose operation does not exist, if a similar name or
-    others of its library do exist.
+    """Warns once about each user translator whose operation does not exist when a graph is first
+    looked through: it may be registered after its translator.
     """
     names = _op_names()
     for t in registered():
         if t.of_user and t.op not in names and t.op not in _warned_unknown:
+            _warned_unknown.add(t.op)
             near = _near(t.op, names)
-            if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
-                _warned_unknown.add(t.op)
-                todo = (
-                    f"did you mean {' or '.join(map(repr, near[:3]))}?"
-                    if near
-                    else "import what registers it"
-                )
-                error = TranslatorError(
-                    f"there is no operation {t.op}",
-                    expected="one that is registered",
-                    todo=todo,
-                    where=t.where,
-                )
-                log.warning("%s", error)
+            error = TranslatorError(
+                f"there is no operation {t.op}",
+                expected="one that is registered",
+                todo=f"did you mean {' or '.join(map(repr, near[:3]))}?"
+                if near
+                else "import what registers it",
+                where=t.where,
+            )
+            log.warning("%s", error)
 
 
 def _near(op: str, names: Collection[str]) -> list[str]:

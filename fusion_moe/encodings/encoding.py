@@ -24,6 +24,14 @@ from .orders import UNCHANGED, USUAL, CodeOrder, Recoding
 from .real import real_tensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# the dtypes of parts: those of the IR that are no integers of several bytes
+STORED = (
+    *FLOATS,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+)
 ROW = -1  # the block of a scale that covers a whole row, whatever K is
 
 
@@ -271,6 +279,17 @@ class Encoding:
             )
         if len(self.zero_points) > 1 or any(z.block not in sizes[:1] for z in self.zero_points):
             yield "the zero points", "one for each scale of the finest kind"
+        for part in self.parts:
+            if part.dtype not in STORED:
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED)
+                yield f"{part.name} in {part.dtype}", f"what products read: {dtypes}"
+        least, largest = min(self.element.values, default=0), max(self.element.values, default=0)
+        for dtype in (z.dtype for z in self.zero_points if not z.dtype.is_floating_point):
+            if least < torch.iinfo(dtype).min or largest > torch.iinfo(dtype).max:
+                yield (
+                    f"zero points in {dtype} beside codes for {least:g} to {largest:g}",
+                    "a dtype that holds these: element = (code - zero point) * scales",
+                )
         if self.axis == -2 and each > 1:
             yield "blocks along N", "elements of at least a byte: narrower ones are packed along K"
 

@@ -95,6 +95,8 @@ def swiglu(
             f"interleave = {interleave}",
             expected="0 for gate before up, or the size of the blocks that take turns",
         )
+    if limit is not None and not limit > 0:
+        raise OptionError(f"limit = {limit}", expected="a number above 0, or None for no clamping")
 
     def function(fd: FusionDefinition, gate: Value, up: Value) -> Value:
         if limit is not None:
@@ -190,6 +192,7 @@ def _checked(activation: Activation) -> Activation:
         alike = all(v in known and v.type.shape == shape for v in (*op.values, *op.outputs))
         if op.kind.role != "pointwise" or not alike:
             raise _refused(f"{op.kind.name} of {', '.join(map(str, op.types()))}", "pointwise")
+    _check_clamps(activation)
     width = activation.interleave or 1
     widths = activation.parts * width, *[width] * activation.parameters
     with real_tensors():
@@ -200,6 +203,29 @@ def _checked(activation: Activation) -> Activation:
     if not finite:
         raise _refused("NaN or infinity for columns of zeros", "a finite number")
     return activation
+
+
+_BOUNDS = {"minimum": "maximum", "maximum": "minimum"}
+
+
+def _check_clamps(activation: Activation) -> None:
+    """OptionError for a bound that is NaN, and for a clamp to a range that has no two numbers."""
+    for op in activation.body:
+        inner = activation.fusion.producer(op.inputs[0]) if op.inputs else None
+        bounds = {op.kind.name: _number(op)}
+        if inner is not None and _BOUNDS.get(op.kind.name) == inner.kind.name:
+            bounds[inner.kind.name] = _number(inner)
+        low, high = bounds.get("maximum"), bounds.get("minimum")
+        if low is not None and high is not None and not low < high:
+            raise _refused(f"numbers from {low} to {high}", "the lower bound of a clamp first")
+        if any(n is not None and n != n for n in (low, high)):
+            raise _refused("a bound of nan", "a number")
+
+
+def _number(op: Op) -> float | None:
+    """The number beside the only operand that is a value, if there is one."""
+    numbers = [n for n in op.inputs if not isinstance(n, Value)]
+    return float(numbers[0]) if len(op.inputs) == 2 and len(numbers) == 1 else None
 
 
 def _refused(found: str, expected: str) -> OptionError:

@@ -29,6 +29,20 @@ LEVELS = (
 )
 ENCODINGS = [
     *map(_with_zeros, (16, 128, 256, ROW)),
+    *(
+        Encoding(
+            f"{element.name}_zeros",
+            element,
+            (
+                Scale("block_scale", torch.float16, 64, _part_of(255)),
+                Scale("zero_point", dtype, 64, zero_point=True),
+            ),
+        )
+        for element, dtype in (
+            (Element.integers("uint8", 8, 0), torch.uint8),
+            (I8, torch.float16),
+        )
+    ),
     Encoding("levels", I8, LEVELS),
     Encoding("looked_up", TABLE, (Scale("block_scale", torch.float32, 64),)),
 ]
@@ -96,6 +110,12 @@ REFUSED = {
     "names": lambda: Encoding("e", I8, (LEVELS[0], LEVELS[0])),
     "zero points": lambda: Encoding(
         "e", U4, (LEVELS[1], Scale("z", torch.uint8, 32, zero_point=True))
+    ),
+    "zero points of signed codes": lambda: Encoding(
+        "e", I8, (LEVELS[2], Scale("z", torch.uint8, ROW, zero_point=True))
+    ),
+    "a dtype that no product reads": lambda: Encoding(
+        "e", I8, (LEVELS[2], Scale("z", torch.int8, ROW, zero_point=True))
     ),
     "along N": lambda: Encoding("e", U4, LEVELS[:1], -2),
     "sizes": lambda: quantize(torch.ones(16, 192), encoding=_with_zeros(128)),

@@ -19,7 +19,7 @@ from fusion_moe.encodings import INT4, quantize
 from fusion_moe.errors import (
     OptionError,
 )
-from fusion_moe.nn import activation
+from fusion_moe.nn import activation, swiglu
 
 
 def ends(*values):
@@ -131,6 +131,13 @@ BAD = {
         X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)], weight_format="nvfp4"
     ),
     "bias of other columns": lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 16)),
+    "a limit below zero": lambda: OPS.scaled_swiglu(random(3, 12), limit=-1.0),
+    "a limit of zero": lambda: mlp(activation=swiglu(limit=0.0)),
+    "a limit that is no number": lambda: mlp(activation=swiglu(limit=float("nan"))),
+    "a clamp to nothing": lambda: mlp(activation=swiglu(limit=7.0).replace("-7.0", "7.5")),
+    "a bound that is no number": lambda: mlp(
+        activation=swiglu(limit=7.0).replace("-7.0", "math.nan")
+    ),
     "interleave below zero": lambda: OPS.scaled_swiglu(random(3, 12), None, -1),
     "an activation that is no program": lambda: mlp(activation="silu"),
     "an activation of one part": lambda: mlp(activation=activation(torch.relu, parts=1)),
