@@ -2,37 +2,17 @@
 IR, compiled, and explained.
 
 Importing this package registers the operations in torch.ops.fusion_moe and changes nothing else.
+Only the command `fusion-moe` does so later: it checks its arguments before it imports torch.
 """
+
+# ruff: noqa: F405
 
 from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from . import compat, errors, nn, ops, options, recipe
-from .bodies import autocast as _torch_autocast  # the operations' casts under torch.autocast
-from .bodies import autograd as _autograd  # the operations' derivatives
-from .bodies import eager as _eager  # the bodies of the operations
-from .compile import run
-from .definitions.translate import translator
-from .errors import Untranslatable
-from .ir.builder import FusionDefinition
-from .nn import (
-    FP8Config,
-    INT4Config,
-    MXFP4Config,
-    NVFP4Config,
-    NVFP4Experts,
-    prepare_,
-    qat_,
-    quantize_,
-    register_converter,
-    update_weights_,
-)
-from .recipe import autocast
-from .runtime.faults import synchronize
-from .runtime.precompile import preparing
 
 __version__ = "0.1.0"
 
@@ -82,6 +62,8 @@ _LAZY = {
     "offload_": "offload",
 }
 
+_MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"
+
 # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are
 # errors
 if TYPE_CHECKING:
@@ -92,10 +74,10 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-        if name == "testing":
-            return importlib.import_module(f"{__name__}.testing")
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in __all__:
+            return getattr(importlib.import_module(f"{__name__}.{_LAZY.get(name, 'api')}"), name)
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
@@ -105,4 +87,15 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-del _autograd, _eager, _torch_autocast
+def _is_command() -> bool:
+    """Whether this process is the command, or a module of this package by `python -m`. (One that it
+    starts may have its sys.argv, but has another command line.)
+    """
+    started = sys.argv[0] if sys.argv else ""
+    if started == "-m":
+        return any(argument.startswith(f"{__name__}.") for argument in sys.orig_argv)
+    return Path(started).stem == "fusion-moe" and started in sys.orig_argv
+
+
+if not _is_command():
+    from .api import *  # noqa: F403

@@ -89,6 +89,7 @@ def convert(
         steps,
         configs,
         shard_bytes=shard_bytes,
+        how=("convert", to, str(dtype)),
         check=lambda written: _check(source, written),
         dry_run=dry_run,
     )

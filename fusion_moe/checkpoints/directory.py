@@ -4,7 +4,6 @@ shape and file of each tensor.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,18 +14,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
+from ..messages.paths import CONFIG, GGUF, check_checkpoint, exists, is_gguf
 from ..messages.warn import warn_once
 from .gguf import read_gguf
 from .headers import Entry, Reads, Unread, read_header, read_json, shown
 from .nf4 import unflattened
 
-CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
+OLDER_CONFIG = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the entry of a configuration, and its older name
 QUANTIZATION = ("quantization_config", "compression_config")
 # parts of a multimodal model's configuration, which may have the entry instead
 TEXT_MODEL = ("text_config", "llm_config")
-GGUF = ".gguf"
 _OTHERS = {
     "pytorch_model*.bin": "pickled tensors, which can run code when they are read",
     "*.pt": "pickled tensors",
@@ -54,11 +53,10 @@ class Directory:
         UnsupportedError for weights in other kinds of files.
         """
         path = Path(path)
-        if path.suffix == GGUF and _exists(path) and not path.is_dir():
+        check_checkpoint(path)
+        if is_gguf(path):
             config, tensors, reads = read_gguf(path)
             return cls(path, config, tensors, {}, reads)
-        if not _exists(path / CONFIG):
-            raise _not_a_checkpoint(path)
         config, index = read_json(path / CONFIG), path / INDEX
         if files:
             found = cls(path, config, _of_files(path, files))
@@ -146,7 +144,7 @@ def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, En
     shard_of = read_index(index)["weight_map"]
     shards = list(dict.fromkeys(shard_of.values()))
     if SINGLE not in shards and (path / SINGLE).exists():
-        if any(_exists(path / shard) for shard in shards):
+        if any(exists(path / shard) for shard in shards):
             raise CheckpointError(
                 f"{SINGLE} beside an index of other files",
                 expected="one or the other",
@@ -154,7 +152,7 @@ def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, En
             )
         # transformers leaves the index when it saves one file over shards
         return _single(path, config)
-    if missing := [shard for shard in shards if not _exists(path / shard)]:
+    if missing := [shard for shard in shards if not exists(path / shard)]:
         raise CheckpointError(
             f"{missing[0]} is not there{_and_more(missing)}",
             expected="every file that the index names",
@@ -283,24 +281,6 @@ def older_quantization(file: Path) -> dict[str, Any]:
             where=str(file),
         )
     return {"quant_method": "modelopt", "ignore": entries.get("exclude_modules", []), **entries}
-
-
-def _not_a_checkpoint(path: Path) -> CheckpointError:
-    """The error for a path that is not a directory with a configuration."""
-    todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
-    if path.is_file():
-        found, todo = "it is a file", f"name its directory, {path.parent}"
-    else:
-        found = f"no {CONFIG} in it" if path.is_dir() else "no such directory"
-    return CheckpointError(
-        found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path)
-    )
-
-
-def _exists(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # an invalid file name
-        return path.exists()
-    return False
 
 
 def _and_more(names: Any) -> str:

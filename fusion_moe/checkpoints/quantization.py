@@ -112,6 +112,7 @@ def quantize(
         steps,
         ({**config, "quantization_config": quantization}, older),
         shard_bytes=shard_bytes,
+        how=("quantize", to, rule, *skip),
         check=weights_in,
         dry_run=dry_run,
     )

@@ -52,6 +52,22 @@ def write_shard(path: Path, steps: Sequence[Step]) -> None:
     """Writes a file and syncs it to disk. Holds one step's tensors in memory at a time. OSError if
     the disk is full.
     """
+    with path.open("wb") as file:
+        file.write(_header(steps))
+        for step in progress(steps, "writing tensors", len(steps), [step.nbytes for step in steps]):
+            tensors = step.make()
+            for planned in step.planned:
+                file.write(_bytes(tensors[planned.name], planned))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shard_bytes_of(steps: Sequence[Step]) -> int:
+    """Bytes of the file that `write_shard` writes."""
+    return len(_header(steps)) + sum(step.nbytes for step in steps)
+
+
+def _header(steps: Sequence[Step]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for planned in (p for step in steps for p in step.planned):
@@ -63,14 +79,7 @@ def write_shard(path: Path, steps: Sequence[Step]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for step in progress(steps, "writing tensors", len(steps), [step.nbytes for step in steps]):
-            tensors = step.make()
-            for planned in step.planned:
-                file.write(_bytes(tensors[planned.name], planned))
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes(t: Tensor, planned: Planned) -> memoryview:

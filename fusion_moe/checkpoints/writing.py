@@ -6,25 +6,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import CheckpointError
-from ..messages.progress import progress
+from ..messages.paths import CONFIG, destination
+from ..messages.progress import phase, progress
 from ..messages.units import amount
-from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
+from .directory import INDEX, OLDER_CONFIG, SINGLE, Directory
 from .headers import Entry
-from .shard import Step, write_shard
+from .shard import Step, shard_bytes_of, write_shard
+from .unfinished import Unfinished, begin, sync
 
 SHARD_BYTES = 5 * 10**9
-SPARE_BYTES = 64 * 2**20  # of free space to leave: for tokenizers and similar files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM = "free some space and run it again"
+_ELSEWHERE = "name a folder that this user may write to"
+# what helps against an error of the system; where nothing is known to, nothing is advised
+_TODO = {
+    **dict.fromkeys(_FULL, _MAKE_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT), _ELSEWHERE),
+    **dict.fromkeys((errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT), "run it again"),
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.EFBIG: "name a disk that takes files of this size; ulimit -f says what this shell allows",
+}
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -38,6 +50,7 @@ def write(
     configs: Configs,
     *,
     shard_bytes: int = SHARD_BYTES,
+    how: Sequence[object] = (),
     check: Callable[[Directory], object],
     dry_run: Callable[[Directory], object] | None = None,
 ) -> Path:
@@ -45,7 +58,9 @@ def write(
     source's other files (tokenizer and so on), but for hidden ones, other weights, and what lies in
     folders.
 
-    configs: for config.json, and for hf_quant_config.json if there is to be one. check: called with
+    configs: for config.json, and for hf_quant_config.json if there is to be one. how: what else the
+    bytes depend on beside source, plan and configs: files that a killed process finished are kept
+    where all of it is the same. check: called with
     the Directory before it gets its name; if it raises, there is no dst. dry_run: called with the
     Directory that there would be, and nothing is written. CheckpointError if dst exists already, is
     a mount point, or the disk is full; whatever is raised, nothing has dst's name. Returns dst,
@@ -54,23 +69,28 @@ def write(
     dst = destination(dst)
     copied = _to_copy(source)
     shards = _shards(steps, shard_bytes)
-    needed = sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied)
-    needed += SPARE_BYTES
+    values = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
+    texts = {name: _json(value) for name, value in values if value is not None}
+    needed = sum(shard_bytes_of(its) for its in shards.values())
+    needed += sum(file.stat().st_size for file in copied) + sum(map(len, texts.values()))
     if dry_run is not None:
         if room := _too_small(next(p for p in dst.parents if p.exists()), needed):
             raise CheckpointError(room, todo=_MAKE_ROOM, where=str(dst))
         dry_run(_planned(dst, configs, shards))
         return dst
-    with appearing(dst, needed) as files:
-        for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
-            write_shard(files / name, its)
+    with appearing(dst, needed, _job(source, shards, texts, how)) as unfinished:
+        files, left = unfinished.files, [name for name in shards if name not in unfinished.finished]
+        if len(left) < len(shards):
+            phase(f"going on: {len(shards) - len(left)} of {len(shards)} files are written")
+        for name in progress(left, f"writing files of {dst.name}", len(left)):
+            write_shard(files / name, shards[name])
+            unfinished.note(name)
         for other in copied:
             shutil.copyfile(other, files / other.name)
             sync(files / other.name)
-        texts = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
-        for name, value in texts:
-            if value is not None:
-                write_json(files / name, value)
+        for name, text in texts.items():
+            (files / name).write_text(text)
+            sync(files / name)
         check(Directory.open(files))
     return dst
 
@@ -84,27 +104,6 @@ def _planned(dst: Path, configs: Configs, shards: Mapping[str, Sequence[Step]]) 
         for p in step.planned
     )
     return Directory(dst, configs[0], {tensor.name: tensor for tensor in tensors})
-
-
-def destination(dst: str | Path) -> Path:
-    """A path to write a directory as, absolute and without symbolic links. CheckpointError if
-    something is there already.
-    """
-    if "\0" in str(dst):
-        raise CheckpointError(f"{str(dst)!r} as a destination", expected="a path without NUL")
-    dst = Path(os.path.realpath(dst))
-    if os.path.lexists(dst) and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError(
-            "the destination exists", expected="a new path, or an empty directory", where=str(dst)
-        )
-    if os.path.ismount(dst):
-        raise CheckpointError(
-            "the destination is a mount point",
-            expected="a path that a folder can be renamed to",
-            todo="name a new folder inside of it",
-            where=str(dst),
-        )
-    return dst
 
 
 def _to_copy(source: Directory) -> list[Path]:
@@ -166,23 +165,38 @@ def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file of JSON and syncs it to disk."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(_json(value))
     sync(path)
 
 
-def sync(path: Path) -> None:
-    """Syncs a file or a folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _job(
+    source: Directory, shards: Mapping[str, Sequence[Step]], texts: Mapping[str, str], how: object
+) -> str:
+    """What determines the bytes of all shards: the files that are read, by size and time; what is
+    planned of them; the versions of what computes.
+    """
+    read = sorted({entry.file.resolve() for entry in source.tensors.values()})
+    files = [(file, (found := file.stat()).st_size, found.st_mtime_ns) for file in read]
+    plan = {
+        name: [(p.name, str(p.dtype), p.shape) for step in its for p in step.planned]
+        for name, its in shards.items()
+    }
+    versions = [str(torch.__version__)]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions.append(metadata.version("fusion_moe"))
+    text = json.dumps([files, plan, dict(texts), how, versions], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def appearing(dst: Path, needed: int = 0) -> Iterator[Path]:
+def appearing(dst: Path, needed: int = 0, job: str = "") -> Iterator[Unfinished]:
     """A folder for the files of dst, which gets this name at the end of the block, or is removed if
-    the block raises. The system's errors become CheckpointErrors. needed: bytes to have room for.
+    the block raises. The system's errors become CheckpointErrors. needed: bytes to have room for;
+    job: as of `begin`, for what a killed process has finished.
 
     It lies in `.DST.….partial` beside dst, which only this user may read.
     """
@@ -190,24 +204,22 @@ def appearing(dst: Path, needed: int = 0) -> Iterator[Path]:
     with contextlib.ExitStack() as undone:
         try:
             dst.parent.mkdir(parents=True, exist_ok=True)
-            partial = tempfile.mkdtemp(".partial", f".{dst.name}.", dst.parent)
-            undone.callback(shutil.rmtree, partial, ignore_errors=True)
-            if room := _too_small(Path(partial), needed):
+            unfinished = begin(dst, job)
+            undone.callback(unfinished.remove)
+            needed -= sum(size for size, *_ in unfinished.finished.values())
+            if room := _too_small(unfinished.files, needed):
                 raise CheckpointError(f"not written: {room}", todo=_MAKE_ROOM, where=str(dst))
-            free = amount(shutil.disk_usage(partial).free, "B")
-            files = Path(partial, "files")
-            files.mkdir()
-            yield files
-            sync(files)
-            files.rename(dst)
+            free = amount(shutil.disk_usage(unfinished.files).free, "B")
+            yield unfinished
+            sync(unfinished.files)
+            unfinished.files.rename(dst)
             sync(dst.parent)
         except OSError as error:
-            found, todo = f"not written: {error.strerror or error}", "run it again"
+            found = f"not written: {error.strerror or error}"
             if error.errno in _FULL:
                 wanted = f"{_needs(needed)}, " if needed else ""
-                found, todo = f"{found}: {wanted}{free} free at first", _MAKE_ROOM
-            elif error.errno == errno.ENAMETOOLONG:
-                todo = "give it a shorter name"
+                found = f"{found}: {wanted}{free} free at first"
+            todo = _TODO.get(error.errno or 0, "")
             raise CheckpointError(found, todo=todo, where=str(dst)) from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(

@@ -1,11 +1,13 @@
-"""The application: its commands, and what is said before them."""
+"""The application: its commands, what is said before them, and how wrong usage is said."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from .bench import bench
@@ -15,16 +17,42 @@ from .doctor import doctor
 from .evaluate import evaluate
 from .explain import explain
 from .inspect import inspect
-from .output import Result, command
+from .output import Result, command, say
 from .plan import plan
 from .quantize import quantize
 from .run import run
 from .serve import serve
+from .start import FINE, STOPPED, USAGE
+
+_UsageError: Any = typer.BadParameter.__base__  # typer has no name for it, which may be click's
+
+
+class _Commands(TyperGroup):
+    """Says wrong usage in a sentence, as commands say errors."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except _UsageError as error:
+            code = USAGE
+            text = error.format_message()
+            if "\n" in text:  # help, where there is no command
+                typer.echo(text, err=True)
+            else:
+                command = getattr(error.ctx, "command_path", "fusion-moe")
+                text = text.rstrip(".")
+                say(f"{text[0].lower()}{text[1:]}; {command} --help says what there is")
+        except typer.Abort:
+            code = STOPPED
+            say("interrupted")
+        sys.exit(code if isinstance(code, int) else FINE)
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="fusion-moe",
     help="Checkpoints of mixture-of-experts models, and what this machine runs of them.",
-    epilog="Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported.",
+    epilog="Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported, 130 stopped by Ctrl-C.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from ..checkpoints import Directory
 from ..errors import OptionError
+from ..messages.paths import check_checkpoint, exists
 from ..messages.units import amount, count, duration, ratio
-from ..nn.config import CONFIGS
-from .models import Device, a_model, device_of, quietly
+from .models import Device, a_model, check_device, device_of, quietly
 from .output import Result, table
 from .quantize import To
+from .start import load
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..transformers.bench import Contender, Row, Times
 
 
+SIZES = "tiny", "qwen3-30b"  # of transformers.bench
 _BAR = 30  # columns
 _BUSY = 0.5  # a spread that a machine at rest does not have
 
@@ -125,6 +126,13 @@ def bench(
     if (directory is None) == (not config):
         found = "DIR and --config" if config else "neither DIR nor --config"
         raise OptionError(found, expected="one of them", where="bench")
+    check_device(device, "bench")
+    if directory is not None:
+        check_checkpoint(directory)
+    elif config not in SIZES and not exists(Path(config)):
+        expected = f"{', '.join(SIZES)}, or a file or directory"
+        raise OptionError(f"--config {config}", expected=expected, where="bench")
+    load()
     where = device_of(device, "bench")
     tokens = prompt or (4096 if where == "cuda" else 512)
     with quietly():
@@ -162,6 +170,8 @@ def _contenders(
     """A model that is loaded or made, in all ways; how many layers the whole one has; where the
     weights are from.
     """
+    from ..checkpoints import Directory
+    from ..nn.config import CONFIGS
     from ..transformers import bench as of
     from ..transformers.loading import configuration
 
@@ -174,9 +184,6 @@ def _contenders(
             contenders[0].model.config.get_text_config().num_hidden_layers,
             str(directory),
         )
-    if config not in of.SIZES and not Path(config).exists():
-        expected = f"{', '.join(of.SIZES)}, or a file or directory"
-        raise OptionError(f"--config {config}", expected=expected, where="bench")
     with a_model(Path(config)):
         sizes = of.config_of(config) if config in of.SIZES else configuration(config)
     whole = sizes.get_text_config().num_hidden_layers
@@ -203,6 +210,8 @@ def _call_of(row: Row) -> str:
 
 
 def _machine(device: str) -> str:
+    import torch
+
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{count(torch.get_num_threads(), 'CPU thread')}, torch {torch.__version__}"

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from ..messages.paths import check_file
 from .output import Result
+from .start import load
 
-if TYPE_CHECKING:  # which imports Dynamo and Inductor
+if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..report import Comparison
 
 _Run = Annotated[Path, typer.Argument(help="JSON that run.save or --record wrote.")]
@@ -37,6 +40,9 @@ class Compared(Result):
 
 def compare(before: _Run, after: _Run) -> Compared:
     """What two recorded runs did differently. In steps, experts, kernels, and what was compiled."""
+    for path in (before, after):
+        check_file(path, "JSON that run.save wrote", "compare")
+    load()
     from ..report import Run
 
     return Compared(Run.load(before).compare(Run.load(after)))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
 
-from ..checkpoints import Directory
-from ..checkpoints import convert as converted
 from ..errors import OptionError
-from .inspect import Inspection, inspection
+from ..messages.paths import check_checkpoint, destination
+from .inspection import Inspection
+from .start import load
+
+if TYPE_CHECKING:
+    from ..checkpoints import Directory
 
 Source = Annotated[
     Path,
@@ -58,6 +60,13 @@ def convert(
             expected="--to dense, which alone it applies to",
             where="convert",
         )
+    check_checkpoint(src)
+    destination(dst)
+    load()
+    import torch
+
+    from ..checkpoints import convert as converted
+
     floats = getattr(torch, dtype or "float32")
     return written(src, partial(converted, src, dst, to, dtype=floats), dry_run)
 
@@ -68,6 +77,8 @@ def written(
     """What was written, or would be. src: whose other files are copied; write: takes the argument
     dry_run; against: what errors are relative to.
     """
+    from .inspecting import inspection
+
     if not dry_run:
         return inspection(write(), against=against)
     planned: list[Directory] = []

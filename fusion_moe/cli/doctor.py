@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from .output import Result
+from .start import FINE, PROBLEMS, load
 
-from ..env import Environment, environment
-from .output import FINE, PROBLEMS, Result
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..env import Environment
 
 
 @dataclass(frozen=True)
@@ -37,4 +40,7 @@ def doctor() -> Diagnosis:
     """What this machine runs, why not the rest, and what to do. CPU, GPU, compilers, nvFuser,
     thunder, versions.
     """
+    load()
+    from ..env import environment
+
     return Diagnosis(environment())

@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from ..errors import OptionError
-from .models import device_of, quietly, tokenizer_of
+from ..messages.paths import check_checkpoint
+from .models import a_model, check_tokenizer, device_of, quietly, tokenizer_of
 from .output import Result, table
+from .start import load
 
-if TYPE_CHECKING:  # imports transformers
+if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..transformers.evaluation import Evaluation
 
 
@@ -82,16 +84,25 @@ def evaluate(
 
     Runs in bfloat16, on a GPU if there is one.
     """
-    device, texts = device_of("", "eval"), _texts(text)
+    for each in (directory, against):
+        if each is not None:
+            check_checkpoint(each)
+    check_tokenizer(directory)
+    texts = _texts(text)
+    load()
+    device = device_of("", "eval")
     with quietly():
+        import torch
+
         from ..transformers import from_pretrained
         from ..transformers.evaluation import evaluate as evaluate_model
 
         tokenizer = tokenizer_of(directory)
-        models = [
-            None if each is None else from_pretrained(each, dtype=torch.bfloat16).to(device).eval()
-            for each in (directory, against)
-        ]
+        models = []
+        for each in (directory, against):
+            with a_model(each or directory):
+                model = each and from_pretrained(each, dtype=torch.bfloat16)
+            models.append(model and model.to(device).eval())
         found = evaluate_model(models[0], tokenizer, texts, models[1], window)
     return Evaluated(str(directory), str(text), None if against is None else str(against), found)
 

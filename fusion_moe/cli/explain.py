@@ -7,24 +7,24 @@ from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from torch import nn
 
-from ..checkpoints import Directory, method_of, packing_of
-from ..checkpoints.configurations import own_entries
-from ..env import has_cuda
+from ..arch import named
 from ..errors import UnsupportedError
 from ..messages.extras import install
+from ..messages.paths import check_checkpoint, check_writable
 from ..messages.units import count
-from ..nn.config import NVFP4Config
-from .models import a_model
+from .models import a_model, quietly
 from .output import Result
+from .start import load
 
-# reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
 if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+
     from ..report import Report
+
+SAVED = ".html", ".json", ".txt"  # forms of a report, by the ends of a file's name
 
 _NEXT = (
     ("--details", "every type, source line and boundary"),
@@ -89,12 +89,21 @@ def explain(
 
     From its configuration and headers, on fake tensors; no weight is read.
     """
+    check_checkpoint(directory)
+    if gpu:
+        named(gpu, "--gpu")
+    if save:
+        check_writable(save, "a report", SAVED)
+    load()
+    import torch
+
+    from ..env import has_cuda
     from ..report import explain as report_of
 
-    model = model_of(directory)
     to = target or (None if gpu else ("cuda" if has_cuda() else "cpu"))
     ids = torch.zeros(batch, tokens, dtype=torch.long)
-    with torch.no_grad():
+    with quietly(), torch.no_grad():
+        model = model_of(directory)
         report = report_of(model, input_ids=ids, use_cache=False, target=to, gpu=gpu or None)
     if save:
         report.save(save)
@@ -106,6 +115,12 @@ def model_of(path: Path) -> nn.Module:
     """The model of a directory on the meta device, with the modules that its weights are loaded
     into.
     """
+    import torch
+
+    from ..checkpoints import Directory, method_of, packing_of
+    from ..checkpoints.configurations import own_entries
+    from ..nn.config import NVFP4Config
+
     directory = Directory.open(path)
     method = method_of(directory.quantization, str(path))
     try:

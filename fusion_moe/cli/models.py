@@ -11,21 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoints.directory import GGUF
-from ..env import has_cuda
 from ..errors import CheckpointError, Error, UnsupportedError, need_one_of
 from ..messages.extras import install
+from ..messages.paths import GGUF
 
 _TOKENIZERS = "token*", "tekken*", "vocab*", "*.tiktoken", "*.model"  # files of one
 Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]
 
 
+def check_device(asked: str, where: str) -> None:
+    """OptionError unless it is one, or "" for the best."""
+    need_one_of("--device", asked or "cpu", ("cpu", "cuda"), where=where)
+
+
 def device_of(asked: str, where: str) -> str:
-    """A device, "" for the best. OptionError for others, UnsupportedError for a GPU that is not
-    there.
-    """
+    """A device, "" for the best. UnsupportedError for a GPU that is not there."""
+    from ..env import has_cuda
+
     best = "cuda" if has_cuda() else "cpu"
-    need_one_of("--device", asked or best, ("cpu", "cuda"), where=where)
     if asked == "cuda" != best:
         raise UnsupportedError(
             "no GPU that runs kernels", todo="fusion-moe doctor says why", where=where
@@ -51,12 +54,10 @@ def has_tokenizer(path: Path) -> bool:
     return path.is_file() or any(each for name in _TOKENIZERS for each in path.glob(name))
 
 
-def tokenizer_of(path: Path) -> Any:
-    """The tokenizer of a directory, or of a file of GGUF. CheckpointError for a directory without
-    one, in whose place transformers would make an empty one.
+def check_tokenizer(path: Path) -> None:
+    """CheckpointError for a directory without one, in whose place transformers would make an empty
+    one.
     """
-    from transformers import AutoTokenizer
-
     if not has_tokenizer(path):
         raise CheckpointError(
             "no tokenizer",
@@ -64,6 +65,13 @@ def tokenizer_of(path: Path) -> Any:
             todo="copy it from the original model",
             where=str(path),
         )
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer of a directory, or of a file of GGUF. Raises as `check_tokenizer`."""
+    check_tokenizer(path)
+    from transformers import AutoTokenizer
+
     with a_model(path, "a tokenizer of transformers"):
         if path.suffix == GGUF:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

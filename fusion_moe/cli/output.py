@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..errors import Error, OptionError, UnsupportedError
+from ..messages.paths import check_name
+from .start import FINE, PROBLEMS, STOPPED, UNSUPPORTED, USAGE
 
-FINE, PROBLEMS, USAGE, UNSUPPORTED = range(4)
-STOPPED = 130  # as shells have it for Ctrl-C
+if TYPE_CHECKING:  # takes as long to import as all that is needed to check arguments
+    from rich.console import Console
+    from rich.table import Table
+
 _COLUMNS = 140  # of a file, or a pipe
 _json_of = partial(dumps, indent=2)
 _OPTIONS = (
@@ -62,6 +65,9 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
         if "json" in taken:  # it prints while it runs
             given["json"] = json
         try:
+            for path in given.values():
+                if isinstance(path, Path):
+                    check_name(path)
             result = find(**given)
         except Error as error:
             if context.find_root().params.get("traceback"):
@@ -69,7 +75,7 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
             _print_error(error, json)
             raise typer.Exit(_code_of(error)) from None
         except KeyboardInterrupt as stopped:  # what is written says what is left of it
-            typer.echo(f"fusion-moe: {str(stopped) or 'interrupted'}", err=True)
+            say(str(stopped) or "interrupted")
             raise typer.Exit(STOPPED) from None
         typer.echo(_json_of(result.to_json()) if json else _text_of(result))
         raise typer.Exit(result.exit_code)
@@ -81,6 +87,11 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
     return run
 
 
+def say(message: str) -> None:
+    """A sentence on stderr, as all that is no result."""
+    typer.echo(f"fusion-moe: {' '.join(message.split())}", err=True)
+
+
 def table(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -88,6 +99,8 @@ def table(
     header: bool = True,
 ) -> Table:
     """Columns without lines between them; right: those that are aligned to the right."""
+    from rich.table import Table
+
     made = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i in right else "left", overflow="fold")
@@ -98,6 +111,8 @@ def table(
 
 def _text_of(result: Result) -> str:
     """As wide as the terminal."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() else _COLUMNS
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as shown:
@@ -114,7 +129,7 @@ def _code_of(error: Error) -> int:
 
 def _print_error(error: Error, as_json: bool) -> None:
     if not as_json:
-        typer.echo(f"fusion-moe: {' '.join(str(error).split())}", err=True)
+        say(str(error))
         return
     fields = {name: getattr(error, name) for name in ("found", "expected", "todo", "where")}
     said = {"kind": type(error).__name__, "message": str(error), **fields}

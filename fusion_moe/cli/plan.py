@@ -7,19 +7,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..arch import lookup
-from ..checkpoints import Directory
 from ..errors import OptionError
-from ..messages.units import amount, ratio
-from ..offload import folder as folders
-from ..offload import machine as machines
-from ..offload import plan as plans
+from ..messages.paths import check_checkpoint
+from ..messages.units import amount, bytes_of, ratio
 from .output import Result
+from .start import load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..offload.plan import Plan
 
 _GIB = re.compile(r"\d+(\.\d+)?")
 # bytes that the drivers of these GPUs show
@@ -35,7 +37,7 @@ class Planned(Result):
     schema = "fusion_moe.plan/2"
     directory: str
     gpu: str
-    plan: plans.Plan
+    plan: Plan
     tokens_per_second: float
     asked: bool = True
 
@@ -47,7 +49,9 @@ class Planned(Result):
         """Where what is, and what to expect."""
         console.print(str(self.plan), soft_wrap=True)
         what = "" if self.plan.whole else ", if all experts are used equally often"
-        disk = f" and a disk of {amount(plans.DISK, 'B')}/s" if self.plan.in_files else ""
+        from ..offload.plan import DISK
+
+        disk = f" and a disk of {amount(DISK, 'B')}/s" if self.plan.in_files else ""
         console.print(
             f"\nabout {ratio(float(f'{self.tokens_per_second:.3g}'))} tokens/s for one sequence on "
             f"an {self.gpu}{'' if self.asked else ', the default of --gpu,'} "
@@ -72,7 +76,7 @@ def plan(
     ] = None,
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
-    ] = plans.KV_TOKENS,
+    ] = 8192,
 ) -> Planned:
     """What of a model fits on a GPU, and how fast that would be. The rest stays in memory.
 
@@ -88,12 +92,15 @@ def plan(
             todo="--gpu H100 --gpu-memory 24GiB says what fits in the memory of another",
             where="plan",
         )
-    memory = _MEMORY[gpu] if gpu_memory is None else plans.bytes_of(gpu_memory, "--gpu-memory")
-    held = (
-        None
-        if ram is None
-        else plans.bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
-    )
+    memory = _MEMORY[gpu] if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
+    held = None if ram is None else bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
+    check_checkpoint(directory)
+    load()
+    from ..checkpoints import Directory
+    from ..offload import folder as folders
+    from ..offload import machine as machines
+    from ..offload import plan as plans
+
     model = plans.Model.of_directory(Directory.open(directory))
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     found = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..checkpoints import quantize as quantized
-from ..checkpoints.directory import GGUF
+from ..messages.paths import GGUF, check_checkpoint, destination
 from .convert import Destination, DryRun, Source, written
-from .inspect import Inspection
+from .inspection import Inspection
+from .start import load
 
 To = Literal["nvfp4", "mxfp4", "int4", "fp8"]
 
@@ -46,5 +46,10 @@ def quantize(
     From bfloat16, float16, float32 or FP8, without building the model. Prints what `inspect DST`
     prints; for a file of GGUF with `--against SRC`.
     """
+    check_checkpoint(src)
+    destination(dst)
+    load()
+    from ..checkpoints import quantize as quantized
+
     write = partial(quantized, src, dst, to=to, scales=scales, skip=skip or ())
     return written(src, write, dry_run, against=src if src.suffix == GGUF else None)

@@ -2,82 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
-from ..checkpoints import Directory
 from ..errors import OptionError
-from ..messages.units import amount, count
-from ..nn import Experts
-from .inspect import kernels_for
-from .models import Device, a_model, device_of, quietly, tokenizer_of
+from ..messages.paths import check_checkpoint, check_writable
+from ..messages.units import bytes_of
+from .models import Device, check_device, check_tokenizer, device_of, quietly
 from .output import Result
+from .start import load
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transformers.decoding import Decoder
-
-_LEARN = 16  # tokens between two changes of which experts are on the GPU
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one prompt took, in seconds and tokens: of the prompt, and after the first token."""
-
-    text: str
-    read: int
-    first: float
-    written: int
-    rest: float
-
-    def __str__(self) -> str:
-        rate = f"{(self.written - 1) / self.rest:,.1f}" if self.written > 1 else "?"
-        return (
-            f"prompt: {count(self.read, 'token')}, {self.read / self.first:,.1f} tokens/s; "
-            f"answer: {count(self.written, 'token')}, {rate} tokens/s"
-        )
-
-
-@dataclass(frozen=True)
-class Run(Result):
-    """What was answered, and by what. experts: modules by encoding, with the kernels that read
-    them; weights, peak: bytes; recorded: the file that --record wrote, "" without it.
-    """
-
-    schema = "fusion_moe.run/2"
-    model: str
-    steps: str
-    experts: tuple[str, ...]
-    weights: int
-    peak: int
-    answers: tuple[Answer, ...]
-    recorded: str
-
-    def print(self, console: Console) -> None:
-        """What it took; the text itself was printed while it was made."""
-        for answer in self.answers[-1:]:
-            console.print(f"\n{answer}", soft_wrap=True)
-        console.print(
-            f"memory: {amount(self.weights, 'B')} of weights, {amount(self.peak, 'B')} at its peak",
-            f"experts: {'; '.join(self.experts) or 'in floats, by transformers'}",
-            f"steps: {self.steps}",
-            sep="\n",
-            soft_wrap=True,
-        )
-        if self.recorded:
-            console.print(f"record: {self.recorded}", soft_wrap=True)
+RECORDS = ".trace.json", ".json", ".html", ".txt"  # forms of a run, by the ends of a file's name
 
 
 def run(
@@ -113,7 +51,7 @@ def run(
         typer.Option(help="A file for what the run did: .html, .json, .trace.json or .txt."),
     ] = None,
     json: bool = False,
-) -> Run:
+) -> Result:
     """Answer a prompt, or chat. Ctrl-C ends an answer; experts in floats are rounded to NVFP4 while
     they are read.
 
@@ -123,11 +61,19 @@ def run(
     if bool(prompt) == interactive:
         found = "a prompt and -i" if prompt else "no prompt"
         raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
-    where = device_of(device, "run")
+    check_device(device, "run")
+    if gpu_memory is not None:
+        bytes_of(gpu_memory, "--gpu-memory")
     if record:  # where it cannot be written, nothing is read
-        from ..report import Run as Recorded
+        check_writable(record, "a run", RECORDS)
+    check_checkpoint(directory)
+    check_tokenizer(directory)
+    load()
+    import torch
 
-        Recorded.form_of(record)
+    from .talk import Talk, line, recorded
+
+    where = device_of(device, "run")
     torch.manual_seed(seed)
     with quietly():
         how: dict[str, Any] = {}
@@ -135,174 +81,9 @@ def run(
             how = {"max_memory": {0: gpu_memory}, "experts_device": "auto", "kv_tokens": length}
             how["offload_folder"] = offload_folder
         talk = Talk.open(directory, where, how, temperature, out=not json)
-        with _recorded(talk, record):
+        with recorded(talk, record):
             if not interactive:
                 talk.answer(prompt, tokens, None)
-            while interactive and (line := _line()):
-                print(talk.answer(line, tokens, length), file=sys.stderr)
+            while interactive and (said := line()):
+                print(talk.answer(said, tokens, length), file=sys.stderr)
     return talk.ended(str(record or ""))
-
-
-class Talk:
-    """A model, and what was said. out: whether text is printed while it is made; learn: has
-    offloaded experts follow what was used, which replays do not.
-    """
-
-    learn: Callable[[Any], int] | None = None
-
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, choose: Any, out: bool):
-        self.model, self.tokenizer, self.choose, self.out = model, tokenizer, choose, out
-        self.said: list[dict[str, str]] = []
-        self.decoder: Decoder | None = None
-        self.step: Callable[[], None] = lambda: None  # called where one begins
-        self.steps, self.answers, self.peak = "", list[Answer](), 0
-        self.weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        device: str,
-        how: dict[str, Any],
-        temperature: float | None,
-        out: bool,
-    ) -> Talk:
-        """Loads a model. how: what of it goes elsewhere, for `from_pretrained`, which may raise."""
-        from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
-        from ..transformers.decoding import sampling, share_keys_
-        from ..transformers.loading import placed
-
-        opened = Directory.open(directory)  # says what is wrong with it
-        tokenizer = tokenizer_of(directory)
-        # by a configuration, experts in FP8 would be rounded too
-        rounds = {} if opened.quantization else {"quantization_config": NVFP4Config()}
-        how = {"dtype": torch.bfloat16, **rounds, **(how or placed(device))}
-        with a_model(directory):
-            model = from_pretrained(directory, **how).eval()
-        fuse_routers_(model)
-        share_keys_(model)
-        said = model.generation_config
-        if temperature is None:
-            temperature = (said.temperature or 1.0) if said.do_sample else 0.0
-        talk = cls(model, tokenizer, sampling(said, temperature), out)
-        if "max_memory" in how:
-            from ..offload import learn_
-
-            talk.learn = learn_
-        return talk
-
-    def answer(self, prompt: str, tokens: int, length: int | None) -> Answer:
-        """length: of the cache; None: as many as are needed."""
-        from transformers import TextStreamer
-
-        self.said.append({"role": "user", "content": prompt})
-        ids = self._ids(prompt).to(self.model.device)
-        decoder = self._decoder(length or ids.shape[1] + tokens, ids.shape[1])
-        room = (length or ids.shape[1] + tokens) - ids.shape[1]
-        if room < 1:
-            raise OptionError(
-                f"a conversation of {count(ids.shape[1], 'token')}",
-                expected=f"fewer than {length}",
-                todo="--length makes room for more",
-                where="run",
-            )
-        streamer = TextStreamer(self.tokenizer, skip_special_tokens=True) if self.out else None
-        start = time.perf_counter()
-        self.step()
-        written = [int(decoder.prompt(ids))]
-        first = time.perf_counter()
-        with contextlib.suppress(KeyboardInterrupt):  # what there is then is the answer
-            while written[-1] not in self._ends() and len(written) < min(tokens, room):
-                if streamer:
-                    streamer.put(torch.tensor(written[-1:]))
-                self.step()
-                written.append(int(decoder.step()))
-                if self.learn and len(written) % _LEARN == 0:
-                    self.learn(self.model)
-        end = time.perf_counter()
-        if streamer:
-            streamer.put(torch.tensor(written[-1:]))
-            streamer.end()
-        text = self.tokenizer.decode(written, skip_special_tokens=True)
-        self.said.append({"role": "assistant", "content": text})
-        found = Answer(text, ids.shape[1], first - start, len(written), end - first)
-        self.answers.append(found)
-        self.peak = _peak(self.model.device)
-        return found
-
-    def ended(self, recorded: str) -> Run:
-        """What all of it was. recorded: as of a Run."""
-        return Run(
-            type(self.model).__name__,
-            self.steps,
-            _experts_of(self.model),
-            self.weights,
-            self.peak,
-            tuple(self.answers),
-            recorded,
-        )
-
-    def _ids(self, prompt: str) -> torch.Tensor:
-        """i64[1, P]: the conversation by the tokenizer's template, or the prompt alone."""
-        if not self.tokenizer.chat_template:
-            return self.tokenizer(prompt, return_tensors="pt").input_ids
-        return self.tokenizer.apply_chat_template(
-            self.said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-
-    def _decoder(self, length: int, prompt: int) -> Decoder:
-        """prompt: tokens of the first one, whose kernels are compiled here, before it is timed."""
-        from ..nn import prepare_
-        from ..transformers.decoding import Decoder
-
-        if self.decoder is None:
-            prepare_(self.model, tokens=(1, prompt))
-            self.decoder = Decoder(self.model, length, choose=self.choose)
-            why = self.decoder.why_plain
-            self.steps = f"call by call: {why}" if why else "a replayed CUDA graph"
-        return self.decoder
-
-    def _ends(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        return (
-            ends
-            if isinstance(ends, list)
-            else [self.tokenizer.eos_token_id if ends is None else ends]
-        )
-
-
-@contextlib.contextmanager
-def _recorded(talk: Talk, path: Path | None) -> Iterator[None]:
-    """Records what a talk does inside the block, into a file, if there is a path."""
-    if path is None:
-        yield
-        return
-    from ..report import record
-
-    with record(talk.model) as run:
-        talk.step = run.step
-        yield
-    run.save(path)
-
-
-def _line() -> str:
-    try:
-        return input("> ").strip()
-    except (EOFError, KeyboardInterrupt):
-        return ""
-
-
-def _experts_of(model: torch.nn.Module) -> tuple[str, ...]:
-    """Modules of each encoding, and what multiplies by it."""
-    found = Counter(module.encoding for module in model.modules() if isinstance(module, Experts))
-    return tuple(
-        f"{count(n, 'layer')} in {encoding.name}, {kernels_for(encoding)}"
-        for encoding, n in found.items()
-    )
-
-
-def _peak(device: torch.device) -> int:
-    """Bytes of the GPU's memory, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

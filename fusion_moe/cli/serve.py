@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from .output import UNSUPPORTED
+from .start import UNSUPPORTED, load
 
 
 def serve(context: typer.Context) -> None:
     """Run transformers' server on what this library reads. Arguments of `transformers serve`."""
+    load()
     from transformers.cli.transformers import app
 
     import fusion_moe.transformers  # noqa: F401

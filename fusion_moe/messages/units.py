@@ -1,8 +1,14 @@
-"""Numbers as text, with three digits; and lists, of which not all is shown."""
+"""Numbers as text, with three digits, and sizes from text; lists, of which not all is shown."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from ..errors import OptionError
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"^\s*(\d+\.?\d*)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
 
 
 def count(n: int, what: str) -> str:
@@ -42,3 +48,16 @@ def amount(n: float | None, unit: str = "") -> str:
     while size >= 999.5 and prefix != "T":
         size, prefix = size / 1000, next(prefixes)
     return f"{size:.3g} {prefix}{unit}".rstrip()
+
+
+def bytes_of(size: int | str, name: str = "max_memory") -> int:
+    """20, "20GiB" or "20GB" as bytes. OptionError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.match(size) if isinstance(size, str) else None
+    if found is None:
+        raise OptionError(
+            f"{name} = {size!r}", expected="a number of bytes, or a text such as '20GiB'"
+        )
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** _UNITS[found[2].upper()])

@@ -14,7 +14,7 @@ from torch import nn
 from .. import plugins
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..messages.progress import progress
-from ..messages.units import count
+from ..messages.units import bytes_of, count
 from ..messages.warn import log
 from ..nn.frozen.base import own_parameters
 from ..nn.frozen.experts import Experts
@@ -91,7 +91,7 @@ def offload_(
     found = plans.make(
         sizes,
         memory,
-        None if ram is None else plans.bytes_of(ram),
+        None if ram is None else bytes_of(ram),
         disk=None if offload_folder is None else _room(offload_folder, experts),
         kv_tokens=kv_tokens,
         workspace=workspace(device),
@@ -244,7 +244,7 @@ def device_and_bytes(max_memory: Memory) -> tuple[str, int]:
             where=_WHERE,
         )
     (size,) = (size for key, size in max_memory.items() if key != "cpu")
-    return device, plans.bytes_of(size)
+    return device, bytes_of(size)
 
 
 def _experts(model: nn.Module) -> dict[str, Experts]:

@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
+from ..messages.units import bytes_of
 from ..messages.warn import log
 from ..runtime.host_memory import pages
 from . import folder as folders
@@ -84,7 +85,7 @@ def _plan(
 ) -> plans.Plan:
     """What goes where. OptionError for too little room."""
     model, free = plans.Model.of_directory(directory), _available()
-    held = [] if ram is None else [plans.bytes_of(ram)]
+    held = [] if ram is None else [bytes_of(ram)]
     if free is not None:  # all but experts is read into memory first
         held.append(max(0, free - model.rest))
     return plans.make(

@@ -32,8 +32,6 @@ _EXPERTS = re.compile(r"^(.*\bexperts)\b(?:\.(\d+)\.)?")  # not shared_experts
 _SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
 _INNER = ("moe_intermediate_size", "intermediate_size")
 _MARGIN = 4 * pages.PAGE  # of the files of a layer
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"^\s*([\d.]+)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -302,19 +300,6 @@ def _too_small(found: int, needed: int, parts: str, where: str) -> OptionError:
         "--kv-tokens, --length)",
         where=where,
     )
-
-
-def bytes_of(size: int | str, name: str = "max_memory") -> int:
-    """20, "20GiB" or "20GB" as bytes. OptionError for anything else."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    found = _SIZE.match(size) if isinstance(size, str) else None
-    if found is None:
-        raise OptionError(
-            f"{name} = {size!r}", expected="a number of bytes, or a text such as '20GiB'"
-        )
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
 
 
 def _kv(config: Mapping[str, Any]) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import OptionError
+from ..messages.paths import check_writable
 from ..runtime import store
 
 
@@ -60,16 +59,8 @@ class Document(Shown):
         """
         path = Path(path)
         form = next((form for end, form in cls._forms.items() if path.name.endswith(end)), None)
-        if form is None:
-            found = f"{cls._kind} as {path.name}"
-            raise OptionError(found, expected=", ".join(cls._forms), where=str(path))
-        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-            raise OptionError(
-                f"no folder {path.parent} to write to",
-                expected="one that is there",
-                todo="make it, or name another",
-                where=str(path),
-            )
+        check_writable(path, cls._kind, cls._forms)
+        assert form
         return form
 
     def _save(self, path: str | Path) -> None:

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from ..errors import OptionError, UnsupportedError, need
+from ..errors import UnsupportedError, need
+from ..messages.paths import check_file
 from ..messages.units import count, duration, ratio
 from .html.run import page
 from .output import Document, Shown
@@ -44,10 +45,7 @@ class Run(Document):
     def load(cls, path: str | Path) -> Run:
         """The run that `save` wrote as JSON. OptionError for another file, and for none."""
         path = Path(path)
-        if not path.is_file():
-            raise OptionError(
-                f"no file {path}", expected="JSON that run.save wrote", where="Run.load"
-            )
+        check_file(path, "JSON that run.save wrote", "Run.load")
         run = cls(data=of_json(path.read_bytes(), str(path)))
         run.name = str(path)
         return run

@@ -26,6 +26,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ..errors import CheckpointError
 from ..runtime import nvrtc
 
 WARM = 3  # steps before one is captured
@@ -56,6 +57,19 @@ def sampling(config: GenerationConfig, temperature: float) -> Choice:
         return (of / torch.empty_like(of).exponential_()).argmax(-1, keepdim=True)
 
     return draw
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """CheckpointError for ids that a model's embedding has no row for, as of a tokenizer with added
+    tokens: an index past the rows, which on a GPU ends all its work.
+    """
+    rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
+    if largest >= rows:
+        raise CheckpointError(
+            f"the tokenizer's id {largest:,}",
+            expected=f"ids below {rows:,}, the rows of the model's embedding",
+            todo="take the tokenizer that the model was trained with",
+        )
 
 
 class Decoder:

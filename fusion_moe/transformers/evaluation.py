@@ -23,6 +23,7 @@ from ..errors import OptionError
 from ..messages.progress import progress
 from ..nn.conversion.contract import contract_of
 from ..nn.frozen.projections import Projections
+from .decoding import check_ids
 
 CONTEXT = 1024
 Window = tuple[Tensor, int]  # tokens i64 [at most CONTEXT + 1], of which the last ones are scored
@@ -60,11 +61,13 @@ def evaluate(
     model: Any, tokenizer: Any, texts: Sequence[str], against: Any = None, context: int = CONTEXT
 ) -> Evaluation:
     """model, against: causal language models of transformers, which read a window at a time.
-    OptionError for texts without a token to predict.
+    OptionError for texts without a token to predict, CheckpointError as from `check_ids`.
     """
     windows = [w for text in texts for w in windows_of(tokenizer, text, context)]
     if not windows:
         raise OptionError("no text", expected="at least one token", where="evaluate")
+    for each in filter(None, (model, against)):
+        check_ids(each, torch.cat([tokens for tokens, _ in windows]))
     if against is None:
         losses = [_losses(_logits(model, w), w) for w in progress(windows, _WHAT, len(windows))]
         return _evaluation(losses, texts)
@@ -103,7 +106,8 @@ def windows_of(tokenizer: Any, text: str, context: int) -> Iterator[Window]:
     """The windows of a text."""
     first = tokenizer.bos_token_id
     first = tokenizer.eos_token_id if first is None else first
-    tokens = [first, *tokenizer(text, add_special_tokens=False).input_ids]
+    start = [] if first is None else [first]
+    tokens = [*start, *tokenizer(text, add_special_tokens=False).input_ids]
     scored = 0  # how many of tokens[1:] are scored so far
     for begin in range(0, len(tokens) - 1, context // 2):
         end = min(begin + context, len(tokens) - 1)

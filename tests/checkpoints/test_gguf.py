@@ -208,7 +208,7 @@ def test_experts_of_several_types_are_floats(tmp_path: Path) -> None:
 
 
 def test_commands_name_the_types_of_ggml(tmp_path: Path) -> None:
-    cli = pytest.importorskip("fusion_moe.cli.inspect")
+    cli = pytest.importorskip("fusion_moe.cli.inspecting")
     written = pytest.importorskip("fusion_moe.cli.convert").written
     file = write_gguf(tmp_path / "model.gguf", "qwen3_moe", "MXFP4", "Q8_0")
     found = cli.inspection(file, values=True)

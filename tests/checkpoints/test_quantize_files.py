@@ -28,7 +28,7 @@ from fusion_moe.checkpoints import (
 )
 from fusion_moe.checkpoints.comparing import errors_of
 from fusion_moe.checkpoints.conversion import Source
-from fusion_moe.cli.inspect import inspection
+from fusion_moe.cli.inspecting import inspection
 from fusion_moe.errors import (
     CheckpointError,
     OptionError,

@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from safetensors import safe_open
 
 from fusion_moe.checkpoints import Directory, convert, writing
 from fusion_moe.errors import CheckpointError
+from fusion_moe.messages.units import amount
 
 SRC = MADE / "ct-qwen3_moe"
 SHARD = 8_000  # bytes: five files
@@ -69,7 +72,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(
-            CheckpointError, match="dst: not written: File too large; run it again$"
+            CheckpointError, match="dst: not written: File too large; name a disk that takes files"
         ):
             convert(SRC, tmp_path / "dst")
     finally:
@@ -77,14 +80,17 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SPARE_BYTES", 2**60)
-    with pytest.raises(
-        CheckpointError,
-        match=r"dst: not written: 1\.15e\+06 TB needed, .* free; free some space and run it again",
-    ):
-        convert(SRC, tmp_path / "dst")
-    assert list(tmp_path.iterdir()) == []
+def test_a_disk_without_room_for_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits is written, to the last byte; else it is said how many are needed."""
+    whole = sum(file.stat().st_size for file in convert(SRC, tmp_path / "whole").iterdir())
+    free = SimpleNamespace(free=whole)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: free)
+    assert convert(SRC, tmp_path / "dst").is_dir()
+    free.free -= 1
+    said = rf"none: not written: {amount(whole, 'B')} needed, .* free; free some space and run it"
+    with pytest.raises(CheckpointError, match=said):
+        convert(SRC, tmp_path / "none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "whole"]
 
 
 def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +100,7 @@ def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writing, "write_shard", full)
-    said = r"No space left on device: 67\.\d MB needed, .*B free at first; free some space"
+    said = r"No space left on device: \d+(\.\d)? kB needed, .*B free at first; free some space"
     with pytest.raises(CheckpointError, match=said):
         convert(SRC, tmp_path / "dst")
     assert list(tmp_path.iterdir()) == []
@@ -111,6 +117,91 @@ def test_a_file_that_says_it_is_larger_than_the_disk(tmp_path: Path) -> None:
     ):
         convert(src, tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == [src.name]
+
+
+def killed(tmp_path: Path, what: str, after: int) -> Path:
+    """Kills a process that writes dst once it has noted so many files; what is left of it."""
+    code = f"""
+import os, signal
+from fusion_moe.checkpoints import convert, quantize, unfinished
+note = unfinished.Unfinished.note
+def counted(self, name):
+    note(self, name)
+    if len(self.finished) == {after}:
+        os.kill(os.getpid(), signal.SIGKILL)
+unfinished.Unfinished.note = counted
+{what}
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = tmp_path.glob(".dst.*.partial")
+    return left
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are written from here on."""
+    names, write_shard = list[str](), writing.write_shard
+
+    def counted(path: Path, steps: Any) -> None:
+        names.append(path.name)
+        write_shard(path, steps)
+
+    monkeypatch.setattr(writing, "write_shard", counted)
+    return names
+
+
+def test_what_a_killed_process_finished_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same source and options alone, and only files that are as they were. The result is
+    that of one process.
+    """
+    src = copied(SRC.name, tmp_path)
+    whole = convert(src, tmp_path / "whole", shard_bytes=SHARD)
+    same = f"convert({str(src)!r}, {str(tmp_path / 'dst')!r}, shard_bytes={SHARD})"
+    left = killed(tmp_path, same, 3)
+    assert len(list((left / "files").iterdir())) == 3
+    (left / "files" / "model-00002-of-00005.safetensors").touch()  # changed by somebody
+    (left / "files" / "model-00004-of-00005.safetensors").write_text("half of one")
+    names = counting(monkeypatch)
+    dst = convert(src, tmp_path / "dst", shard_bytes=SHARD)
+    assert names == [f"model-0000{i}-of-00005.safetensors" for i in (2, 4, 5)]
+    assert {f.name: f.read_bytes() for f in dst.iterdir()} == {
+        f.name: f.read_bytes() for f in whole.iterdir()
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst", "whole"]
+
+
+@pytest.mark.parametrize("other", ["source", "dtype", "form", "shards"])
+def test_what_is_left_of_another_job_is_removed(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, dst = copied(SRC.name, tmp_path), tmp_path / "dst"
+    shards = 9_000 if other == "shards" else SHARD
+    to = "dense" if other != "form" else "modelopt"
+    killed(tmp_path, f"convert({str(src)!r}, {str(dst)!r}, to='dense', shard_bytes={SHARD})", 2)
+    if other == "source":
+        os.utime(src / "model.safetensors")
+    names = counting(monkeypatch)
+    dtype = torch.bfloat16 if other == "dtype" else torch.float32
+    convert(src, dst, to, dtype=dtype, shard_bytes=shards)
+    assert len(names) == len(list(dst.glob("*.safetensors")))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    """And names that only begin alike."""
+    with writing.appearing(tmp_path / "dst") as one:
+        (one.files / "a").write_text("one")
+        other = tmp_path / ".dst.b.abcdefgh.partial"
+        other.mkdir()
+        (other / "lock").touch()
+        convert(SRC, tmp_path / "dst")
+        assert (one.files / "a").read_text() == "one"
+        (tmp_path / "dst").rename(tmp_path / "first")
+    assert (tmp_path / "dst" / "a").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "dst", "first"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -213,7 +304,7 @@ def test_a_link_to_the_destination(there: bool, tmp_path: Path) -> None:
 
 def test_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dst").mkdir()
-    monkeypatch.setattr(writing.os.path, "ismount", lambda path: path == tmp_path / "dst")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "dst")
     with pytest.raises(
         CheckpointError,
         match="dst: the destination is a mount point; .*; name a new folder inside of it$",

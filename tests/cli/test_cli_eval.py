@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+import torch
 from files import MADE
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from fusion_moe import options
@@ -58,6 +60,21 @@ def test_text(quantized, text):
     assert "change from" not in result.stdout
     assert "KL" not in result.stdout
     assert result.stdout.splitlines()[2].startswith("bits per byte")
+
+
+@pytest.mark.parametrize("command", ["eval", "run"])
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(command, text, tmp_path):
+    """As one with added tokens beside a model that was not resized."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(MODEL, vocab_size=96, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    asked = ("--text", text) if command == "eval" else ("def main():", "--tokens", 2)
+    result = run(command, tmp_path, *asked)
+    assert (result.exit_code, result.stdout.strip()) == (1, "")
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("fusion-moe: the tokenizer's id ")
+    assert "expected ids below 96, the rows of the model's embedding" in said
 
 
 def test_without_a_tokenizer(text):

@@ -3,8 +3,13 @@ what is said without typer.
 """
 
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -20,7 +25,10 @@ from fusion_moe.cli.app import app
 from fusion_moe.errors import CheckpointError
 
 REPO = Path(__file__).parents[2]
-COMMANDS = ("inspect", "convert", "quantize", "explain", "doctor")
+COMMANDS = (
+    *("run", "bench", "inspect", "convert", "quantize"),
+    *("eval", "explain", "compare", "plan", "doctor"),
+)
 
 
 def run(*arguments: str):
@@ -93,8 +101,8 @@ def test_interrupted(said, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt(*said)
 
-    monkeypatch.setattr("fusion_moe.cli.inspect.inspection", interrupt)
-    result = run("inspect", ".")
+    monkeypatch.setattr("fusion_moe.cli.inspecting.inspection", interrupt)
+    result = run("inspect", str(MADE / "modelopt-mixtral"))
     message = f"fusion-moe: {said[0] if said else 'interrupted'}\n"
     assert (result.exit_code, result.stderr) == (130, message)
 
@@ -117,12 +125,7 @@ def test_as_a_module():
 
 def test_nothing_that_compiles_graphs_is_imported():
     """It takes longer than all the rest. (`import fusion_moe` without it: tests/test_public.py.)"""
-    given = (
-        ["--help"],
-        ["explain", "--help"],
-        ["inspect", str(MADE / "modelopt-mixtral")],
-        ["doctor"],
-    )
+    given = (["inspect", str(MADE / "modelopt-mixtral")], ["doctor"])
     code = f"""
 import sys, fusion_moe.cli as cli
 for sys.argv[1:] in {given}:
@@ -136,6 +139,142 @@ for sys.argv[1:] in {given}:
     assert done.stderr == "[]\n" * len(given)
 
 
+NONE, MIXTRAL = "/nonexistent", str(MADE / "modelopt-mixtral")
+MODEL = str(REPO / "examples" / "tiny_qwen3_moe")
+LONG = "a" * 300
+# arguments that are wrong by themselves -> the exit code
+WRONG = {
+    ("nope",): 2,
+    ("inspect", "--nope", "."): 2,
+    ("inspect", NONE): 1,
+    ("inspect", MIXTRAL, "--against", NONE): 1,
+    ("run", NONE, "hi"): 1,
+    ("run", MODEL): 2,
+    ("run", MODEL, "hi", "--device", "tpu"): 2,
+    ("run", MODEL, "hi", "--record", "run.png"): 2,
+    ("run", MODEL, "hi", "--gpu-memory", "1..5GB"): 2,
+    ("run", MIXTRAL, "hi"): 1,
+    ("bench", NONE): 1,
+    ("bench",): 2,
+    ("bench", "--config", "nope"): 2,
+    ("convert", NONE, "out"): 1,
+    ("convert", MIXTRAL, MODEL): 1,
+    ("quantize", NONE, "out"): 1,
+    ("quantize", MODEL, MIXTRAL): 1,
+    ("eval", NONE, "--text", __file__): 1,
+    ("eval", MODEL, "--text", NONE): 2,
+    ("explain", NONE): 1,
+    ("explain", MIXTRAL, "--gpu", "H1000"): 2,
+    ("explain", MIXTRAL, "--save", "report.png"): 2,
+    ("plan", NONE): 1,
+    ("plan", MIXTRAL, "--gpu", "H1000"): 2,
+    ("plan", MIXTRAL, "--gpu-memory", "much"): 2,
+    ("compare", NONE, NONE): 2,
+    # names that no file can have
+    ("inspect", LONG): 2,
+    ("inspect", MIXTRAL, "--against", LONG): 2,
+    ("run", LONG, "hi"): 2,
+    ("run", MODEL, "hi", "--record", LONG): 2,
+    ("run", MODEL, "hi", "--offload-folder", LONG): 2,
+    ("bench", LONG): 2,
+    ("bench", "--config", LONG): 2,
+    ("convert", LONG, "out"): 2,
+    ("convert", MIXTRAL, LONG): 2,
+    ("quantize", LONG, "out"): 2,
+    ("quantize", MODEL, LONG): 2,
+    ("eval", LONG, "--text", __file__): 2,
+    ("eval", MODEL, "--text", LONG): 2,
+    ("eval", MODEL, "--text", __file__, "--against", LONG): 2,
+    ("explain", LONG): 2,
+    ("explain", MIXTRAL, "--save", LONG): 2,
+    ("plan", LONG): 2,
+    ("plan", MIXTRAL, "--offload-folder", LONG): 2,
+    ("compare", LONG, __file__): 2,
+    ("compare", __file__, LONG): 2,
+}
+_IN_ONE = """
+import io, json, runpy, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+sys.argv[0] = "-m"
+sys.orig_argv[1:] = ["-m", "fusion_moe.cli"]  # a process that was started so
+found = []
+for sys.argv[1:] in json.loads(sys.stdin.read()):
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            runpy.run_module("fusion_moe.cli", run_name="__main__")
+    except SystemExit as end:
+        heavy = {"torch", "transformers", "numpy", "safetensors"} & sys.modules.keys()
+        found.append([end.code or 0, out.getvalue(), err.getvalue(), sorted(heavy)])
+print(json.dumps(found))
+"""
+
+
+def in_one_process(*arguments: tuple[str, ...]) -> list:
+    """Exit code, stdout, stderr, and which of the packages that take long were imported."""
+    given = json.dumps(arguments)
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ONE], input=given, capture_output=True, text=True, cwd=REPO
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_torch_is_not_imported_for_help_and_wrong_arguments():
+    helps = [("--version",), ("--help",), *((name, "--help") for name in COMMANDS)]
+    found = in_one_process(*helps, *WRONG)
+    for arguments, code, (got, out, err, heavy) in zip(
+        [*helps, *WRONG], [*[0] * len(helps), *WRONG.values()], found, strict=True
+    ):
+        assert (got, heavy) == (code, []), arguments
+        if arguments in WRONG and arguments != ("inspect", NONE):  # whose result it is
+            assert err.startswith("fusion-moe: "), arguments
+            assert (out, err.count("\n")) == ("", 1), arguments
+
+
+def test_a_wrong_path_is_answered_at_once():
+    """In CPU time, of which torch's import takes seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion_moe.cli", "run", NONE, "hi"], capture_output=True, cwd=REPO
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_operations_are_registered_by_a_plain_import_and_by_a_command():
+    code = "import {}, torch; print(torch.ops.fusion_moe.route)"
+    for first in ("fusion_moe", "sys; sys.argv = ['fusion-moe']; import fusion_moe"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(first)], capture_output=True, text=True, cwd=REPO
+        )
+        assert (done.stdout, done.returncode) == ("fusion_moe.route\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.8, 1.5, 2.5])
+def test_ctrl_c_while_a_command_starts(seconds):
+    """After so many seconds of CPU time: a line at most, and the exit code of shells."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fusion_moe.cli", "explain", MIXTRAL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    stat = Path(f"/proc/{process.pid}/stat")
+    while process.poll() is None:
+        user, system = map(int, stat.read_text().rpartition(") ")[2].split()[11:13])
+        if user + system >= seconds * os.sysconf("SC_CLK_TCK"):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) in [(130, "fusion-moe: interrupted\n"), (0, "")]
+
+
 def test_without_typer():
     """A sentence that names the extra; `import fusion_moe` needs none of it."""
     code = (
@@ -147,3 +286,17 @@ def test_without_typer():
     assert done.stderr == (
         "fusion-moe: typer is not installed; pip install '.[cli]' in a clone of fusion_moe\n"
     )
+
+
+def test_what_commands_know_without_importing_it():
+    """Names and numbers that stand in modules which import torch."""
+    from fusion_moe.cli import bench, explain, plan
+    from fusion_moe.cli import run as of_run
+    from fusion_moe.offload.plan import KV_TOKENS
+    from fusion_moe.report import Report, Run
+
+    transformers_bench = pytest.importorskip("fusion_moe.transformers.bench")
+    assert tuple(transformers_bench.SIZES) == bench.SIZES
+    assert tuple(Report._forms) == explain.SAVED
+    assert tuple(Run._forms) == of_run.RECORDS
+    assert signature(plan.plan).parameters["kv_tokens"].default == KV_TOKENS

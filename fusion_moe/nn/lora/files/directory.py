@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....checkpoints.writing import appearing, destination, sync, write_json
+from ....checkpoints.writing import appearing, sync, write_json
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
+from ....messages.paths import destination
 from ...frozen.adaptable import AdaptableModule
 from ...local import gathered, is_dtensor
 from ...trained.activations import deinterleave, interleave
@@ -140,7 +141,8 @@ def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
     """Writes the two files, under another name until they are synced to disk."""
     from safetensors.torch import save_file
 
-    with appearing(dst) as files:
+    with appearing(dst) as unfinished:
+        files = unfinished.files
         save_file({key: t.cpu() for key, t in tensors.items()}, files / TENSORS, {"format": "pt"})
         sync(files / TENSORS)
         write_json(files / CONFIG, config)

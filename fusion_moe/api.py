@@ -1,0 +1,57 @@
+"""What `import fusion_moe` imports: its public names, but for the lazy ones, and what registers the
+operations in torch.ops.fusion_moe.
+"""
+
+from __future__ import annotations
+
+from . import compat, errors, nn, ops, options, recipe
+from .bodies import autocast as _torch_autocast  # the operations' casts under torch.autocast
+from .bodies import autograd as _autograd  # the operations' derivatives
+from .bodies import eager as _eager  # the bodies of the operations
+from .compile import run
+from .definitions.translate import translator
+from .errors import Untranslatable
+from .ir.builder import FusionDefinition
+from .nn import (
+    FP8Config,
+    INT4Config,
+    MXFP4Config,
+    NVFP4Config,
+    NVFP4Experts,
+    prepare_,
+    qat_,
+    quantize_,
+    register_converter,
+    update_weights_,
+)
+from .recipe import autocast
+from .runtime.faults import synchronize
+from .runtime.precompile import preparing
+
+__all__ = [
+    "FP8Config",
+    "FusionDefinition",
+    "INT4Config",
+    "MXFP4Config",
+    "NVFP4Config",
+    "NVFP4Experts",
+    "Untranslatable",
+    "autocast",
+    "compat",
+    "errors",
+    "nn",
+    "ops",
+    "options",
+    "prepare_",
+    "preparing",
+    "qat_",
+    "quantize_",
+    "recipe",
+    "register_converter",
+    "run",
+    "synchronize",
+    "translator",
+    "update_weights_",
+]
+
+del _autograd, _eager, _torch_autocast
