@@ -100,8 +100,4 @@ _add(explain, "explain DIR", "explain DIR --tokens 2048 --gpu H100")
 _add(compare, "compare before.json after.json")
 _add(plan, "plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128")
 _add(doctor, "doctor", "doctor --json")
-app.command(
-    # all arguments are those of transformers' command, --help too
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    add_help_option=False,
-)(serve)
+_add(serve, "serve DIR --port 8123", "serve DIR -- --cb-num-blocks 64")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fusion_moe.checkpoints import quantize
 from fusion_moe.cli.app import app
@@ -26,28 +32,49 @@ from fusion_moe.cli.app import app
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 
 
-def test_help_is_that_of_transformers() -> None:
-    shown = CliRunner().invoke(app, ["serve", "--help"], prog_name="fusion-moe")
+NEEDED = ("fastapi", "uvicorn", "openai")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["serve", *map(str, arguments)], prog_name="fusion-moe")
+
+
+def test_help_is_ours() -> None:
+    shown = run("--help")
     assert shown.exit_code == 0
     assert "--continuous-batching" in shown.output
+    assert "Examples:" in shown.output
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
-    shown = CliRunner().invoke(app, ["serve", "."], prog_name="fusion-moe")
+    shown = run(DEMO)
     assert shown.exit_code == 3
-    assert shown.output.endswith("the extra serve installs it: pip install '.[serve]' in a clone\n")
+    assert shown.stderr.startswith("fusion-moe: FastAPI, uvicorn or openai is missing; pip install")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The address of a server of the demo model with experts in NVFP4, and the file of its log."""
-    for name in ("fastapi", "uvicorn", "openai"):
+def test_a_port_that_is_taken() -> None:
+    """Said before anything is loaded."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        shown = run(DEMO, "--host", "127.0.0.1", "--port", s.getsockname()[1])
+    assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+    assert "Address already in use; expected an address of this machine, and a" in shown.stderr
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
+    """The address of a server of the demo model with experts in NVFP4, its directory, and the
+    number of its process.
+    """
+    for name in NEEDED:
         pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[serve]'")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    directory, log = quantize(DEMO, tmp_path / "model"), tmp_path / "log"
+    folder = tmp_path_factory.mktemp("serve")
+    directory, log = quantize(DEMO, folder / "model"), folder / "log"
     arguments = f"--host 127.0.0.1 --port {port} --device cpu".split()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -63,7 +90,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < until, log.read_text()[-4000:]
             time.sleep(0.5)
-        yield address, directory
+        yield address, directory, process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -77,25 +104,140 @@ def _answers(address: str) -> bool:
     return True
 
 
+def ask(
+    server: tuple[str, Path, int], asked: Any, path: str = "/v1/completions", wait: float = 300
+) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON of an answer. asked: an object, or bytes that need not be JSON."""
+    body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server[0]}{path}", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=wait) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
 @pytest.mark.slow
-def test_a_request(server: tuple[str, Path]) -> None:
+def test_a_request(server: tuple[str, Path, int]) -> None:
     """The text that the model generates by itself."""
     import transformers
 
     import fusion_moe.transformers  # noqa: F401
 
-    address, directory = server
+    directory = server[1]
     asked = {"model": str(directory), "prompt": "def main():", "max_tokens": 6, "temperature": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(asked).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        found = json.load(answer)["choices"][0]["text"]
+    status, answer = ask(server, asked)
+    assert status == 200
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompt = tokenizer("def main():", return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
     assert type(model.model.layers[0].mlp.experts).__name__ == "NVFP4Experts"
-    assert found == tokenizer.decode(tokens[prompt["input_ids"].shape[1] :])
+    text = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :])
+    assert answer["choices"][0]["text"] == text
+
+
+# what a request says beside a right prompt, and what the refusal quotes
+WRONG = [
+    ({"max_tokens": -1}, "max_tokens = -1; expected a whole number"),
+    ({"max_tokens": 0}, "max_tokens = 0"),
+    ({"max_tokens": "many"}, 'max_tokens = "many"'),
+    ({"max_tokens": True}, "max_tokens = true"),
+    ({"temperature": -0.5}, "temperature = -0.5"),
+    ({"temperature": float("nan")}, "temperature = NaN"),
+    ({"top_p": 1.5}, "top_p = 1.5"),
+    ({"n": 2}, "n = 2; expected 1"),
+    ({"seed": "a"}, 'seed = "a"'),
+    ({"stream": 1}, "stream = 1"),
+    ({"stop": [1]}, "stop = [1]"),
+    ({"model": "another"}, "another"),
+    ({"model": ["a"]}, 'model = ["a"]'),
+    ({"prompt": ""}, "expected a text that is not empty"),
+    ({"prompt": None}, "no prompt"),
+    ({"prompt": 5}, "prompt = 5"),
+    ({"prompt": "x " * 3000}, "a prompt of 3,001 tokens; expected 1 to 1,023"),
+    ({"generation_config": "{"}, "generation_config"),
+    ({"generation_config": '{"num_beams": 100}'}, "at most 8 beams"),
+]
+
+
+@pytest.mark.slow
+def test_wrong_requests_are_refused_in_a_sentence(server: tuple[str, Path, int]) -> None:
+    for asked, said in WRONG:
+        status, answer = ask(server, {"prompt": "def", "max_tokens": 2, **asked})
+        assert (status, said in answer["error"]["message"]) == (400, True), (asked, answer)
+    for body in (b"{", b"[1]", b"\xff", b""):
+        assert ask(server, body)[0] == 400, body
+    for messages in ([], ["x"], [{"role": "user", "content": 5}], [{"content": "x"}]):
+        assert ask(server, {"messages": messages}, "/v1/chat/completions")[0] == 400, messages
+    assert ask(server, {"input": ""}, "/v1/responses")[0] == 400
+    assert ask(server, b'{"prompt": "' + b"a" * 17_000_000 + b'"}')[0] == 413
+    assert [ask(server, {}, path)[0] for path in ("/reset", "/load_model")] == [403, 403]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_not_answered_further(
+    stream: bool, server: tuple[str, Path, int]
+) -> None:
+    """Nobody waits for 10**9 tokens, which would end at the model's context besides: 1,024 take
+    ten times as long as what is waited for here.
+    """
+    asked = json.dumps({"prompt": "def", "max_tokens": 10**9, "stream": stream}).encode()
+    host, port = server[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(asked), asked)
+        )
+        time.sleep(1)
+    before = _cpu_seconds(server[2])
+    time.sleep(3)
+    assert _cpu_seconds(server[2]) - before < 1.5
+    assert ask(server, {"prompt": "def", "max_tokens": 1})[0] == 200
+
+
+def _cpu_seconds(process: int) -> float:
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server(server: tuple[str, Path, int]) -> None:
+    """Also while a request is answered. (The last test: its server is gone.)"""
+    asked = {"prompt": "def", "max_tokens": 10**9}
+
+    def cut_off() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            ask(server, asked)
+
+    client = threading.Thread(target=cut_off)
+    client.start()
+    time.sleep(1)
+    os.kill(server[2], signal.SIGINT)
+    begun = time.monotonic()
+    assert os.waitid(os.P_PID, server[2], os.WEXITED | os.WNOWAIT).si_status == 130
+    assert time.monotonic() - begun < 10  # on a busy machine
+    client.join(60)
+
+
+def test_tokens_are_bounded_by_the_context() -> None:
+    """And a prompt is refused that has ids which the embedding has no row for."""
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[serve]'")
+    from fastapi import HTTPException
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from fusion_moe.cli.server import bound
+
+    config = AutoConfig.from_pretrained(DEMO, vocab_size=96, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config)
+    for asked, room in ((10**9, 1021), (None, 1021), (7, 7)):
+        generation = GenerationConfig(max_new_tokens=asked)
+        bound(model, torch.tensor([[1, 2, 95]]), generation)
+        assert generation.max_new_tokens == room
+    for ids, said in (([], "without tokens"), ([0] * 1024, "1,024 tokens"), ([96], "id 96")):
+        with pytest.raises(HTTPException, match=said) as refused:
+            bound(model, ids, GenerationConfig())
+        assert refused.value.status_code == 400

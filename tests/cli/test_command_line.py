@@ -27,7 +27,7 @@ from fusion_moe.errors import CheckpointError
 REPO = Path(__file__).parents[2]
 COMMANDS = (
     *("run", "bench", "inspect", "convert", "quantize"),
-    *("eval", "explain", "compare", "plan", "doctor"),
+    *("eval", "explain", "compare", "plan", "doctor", "serve"),
 )
 
 
@@ -170,6 +170,8 @@ WRONG = {
     ("plan", MIXTRAL, "--gpu", "H1000"): 2,
     ("plan", MIXTRAL, "--gpu-memory", "much"): 2,
     ("compare", NONE, NONE): 2,
+    ("serve", NONE): 1,
+    ("serve", MODEL, "--port", "99999"): 2,
     # names that no file can have
     ("inspect", LONG): 2,
     ("inspect", MIXTRAL, "--against", LONG): 2,
@@ -189,6 +191,7 @@ WRONG = {
     ("explain", MIXTRAL, "--save", LONG): 2,
     ("plan", LONG): 2,
     ("plan", MIXTRAL, "--offload-folder", LONG): 2,
+    ("serve", LONG): 2,
     ("compare", LONG, __file__): 2,
     ("compare", __file__, LONG): 2,
 }
