@@ -10,6 +10,10 @@ from typing import Any
 
 from ..encodings import MXFP4, Encoding
 
+# the entry of a configuration, and its older name
+QUANTIZATION = ("quantization_config", "compression_config")
+# parts of a multimodal model's configuration, which may have the entry instead
+TEXT_MODEL = ("text_config", "llm_config")
 PRODUCER = {"name": "fusion_moe"}
 _OWN = ("activation_format", "weights", "scales")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")

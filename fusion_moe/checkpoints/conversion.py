@@ -323,7 +323,9 @@ def dense_step(
             into.copy_(matrix.mT if lead else matrix)
             if exact and not torch.equal(into.float(), matrix):
                 raise UnsupportedError(
-                    f"{weight.name}: FP8 whose scales are no powers of two",
+                    f"{weight.name}: FP8 whose scales are no powers of two"
+                    if weight.scheme.eight_bits
+                    else f"{weight.name} in {weight.scheme.name}",
                     expected="numbers that bfloat16 holds",
                     todo='convert it to="dense", or quantize it',
                     where="convert",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,16 +16,15 @@ from torch import Tensor
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.paths import CONFIG, GGUF, check_checkpoint, exists, is_gguf
 from ..messages.warn import warn_once
+from .configurations import QUANTIZATION, TEXT_MODEL
 from .gguf import read_gguf
-from .headers import Entry, Reads, Unread, read_header, read_json, shown
+from .headers import Entry, Read, Reads, Unread, read_header, read_json, shown
 from .nf4 import unflattened
+from .shared import given_to_each
+from .split import split
 
 OLDER_CONFIG = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# the entry of a configuration, and its older name
-QUANTIZATION = ("quantization_config", "compression_config")
-# parts of a multimodal model's configuration, which may have the entry instead
-TEXT_MODEL = ("text_config", "llm_config")
 _OTHERS = {
     "pytorch_model*.bin": "pickled tensors, which can run code when they are read",
     "*.pt": "pickled tensors",
@@ -63,7 +62,7 @@ class Directory:
         else:
             entries = _sharded(path, index, config) if index.exists() else _single(path, config)
             found = cls(path, config, entries)
-        tensors, reads = unflattened(found.tensors, found.read)
+        tensors, reads = as_matrices(found.tensors, found.read, config)
         return replace(found, tensors=tensors, _made=reads)
 
     @cached_property
@@ -110,6 +109,23 @@ class Directory:
                 expected="the file as it was when its header was read",
                 where=str(file),
             ) from None
+
+
+def as_matrices(
+    tensors: Mapping[str, Entry], read: Read, config: Mapping[str, Any]
+) -> tuple[dict[str, Entry], Reads]:
+    """The tensors of files with those in their place that schemes know: of NF4, of experts all in
+    one tensor, and of several weights; and what reads these. Raises as `unflattened` and `split`.
+    """
+    reads = Reads()
+
+    def read_one(name: str) -> Tensor:
+        return reads[name]() if name in reads else read(name)
+
+    for change in (unflattened, partial(split, config=config), given_to_each):
+        tensors, made = change(tensors, read_one)
+        reads |= made
+    return dict(tensors), reads
 
 
 def _single(path: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
@@ -238,8 +254,9 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says about quantization, of the whole model or of its text model; {} if
     nothing. CheckpointError for anything else than an object.
     """
-    for part in (config, *(config.get(name) for name in TEXT_MODEL)):
-        for key in QUANTIZATION if isinstance(part, Mapping) else ():
+    parts = (config, *(config.get(name) for name in TEXT_MODEL))
+    for part in (part for part in parts if isinstance(part, Mapping)):
+        for key in QUANTIZATION:
             if not isinstance(entry := part.get(key) or {}, dict):
                 raise CheckpointError(
                     f"{key} {shown(entry)}", expected="an object with quant_method", where=CONFIG

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
-from .directory import TEXT_MODEL
+from .configurations import TEXT_MODEL
 from .headers import shown
 
 T = TypeVar("T")

@@ -61,7 +61,8 @@ def quantize(
     modules around them; `*` stands for any text. Each matrix of an expert gets the same bytes as
     from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one,
     also those of Llama-4 and gpt-oss, which are stored transposed. Layers for multi-token
-    prediction stay in floats: transformers reads no others. Everything else stays the same, except
+    prediction stay in floats: transformers reads no others, and those in few bits stay as they are,
+    beside others in floats too. Everything else stays the same, except
     that FP8 becomes bfloat16, unless it has one scale and the form is ModelOpt's. UnsupportedError
     if there are no such experts, ShapeError if K is not whole blocks, NonFiniteError for NaN and
     infinity, OptionError for other scales, CheckpointError as from `Directory.open`,
@@ -89,6 +90,9 @@ def quantize(
             return experts[weight.name]
         if to == "nvfp4" and (weight.of_matrix or not weight.scheme.eight_bits):
             return modelopt_step(source, weight)
+        if weight.scheme.encoding == form.encoding and not weight.scheme.fused:
+            make = partial(source.quantized, weight)
+            return encoded_step(form.scheme, weight.name, weight.shape, make)
         return dense_step(source, weight, torch.bfloat16, exact=not weight.scheme.eight_bits)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
@@ -131,7 +135,9 @@ def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = source.plain, source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
-    layers = layers_of_experts([*plain, *fp8], config)
+    wide: dict[str, Entry | StoredWeight] = {**plain, **fp8}  # all others have few bits already
+    found = layers_of_experts([*plain, *source.weights], config)
+    layers = {name: of for name, of in found.items() if any(n in wide for n in of.names)}
     check_skip(how.skip, [*layers], "quantize")
     for layer in layers.values():
         further = predicts_further_tokens(f"{layer.name}.", config)
@@ -146,8 +152,9 @@ def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
             yield from _fused(source, layer, how)
             continue
         for name, to in _written(layer, config).items():
-            shape = (fp8.get(name) or plain[name]).shape
-            yield name, _quantized(to, shape, partial(_matrix, source, name), how)
+            if name in wide:
+                read = partial(_matrix, source, name)
+                yield name, _quantized(to, wide[name].shape, read, how)
 
 
 def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoints.configurations import own_entries
-from ..checkpoints.directory import QUANTIZATION, TEXT_MODEL
+from ..checkpoints.configurations import QUANTIZATION, TEXT_MODEL, own_entries
 from ..encodings import FP8
 from ..errors import UnsupportedError
 from ..nn import config as nn_config

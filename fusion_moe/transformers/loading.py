@@ -32,13 +32,13 @@ from ..checkpoints.directory import (
     INDEX,
     OLDER_CONFIG,
     architectures_of,
+    as_matrices,
     older_quantization,
     quantization_of,
 )
 from ..checkpoints.experts import layers_of_experts
 from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
-from ..checkpoints.nf4 import unflattened
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.units import some
 from ..options import during
@@ -160,7 +160,7 @@ def from_pretrained(
         if directory is None or kwargs.get("state_dict") is not None:
             given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
             entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
-            entries, made = unflattened(entries, lambda name: given[name][...])
+            entries, made = as_matrices(entries, lambda name: given[name][...], config.to_dict())
             tensors = Tensors(
                 entries, lambda name: made[name]() if name in made else given[name][...]
             )

@@ -28,7 +28,7 @@ def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
     as `quantize_` does, with its errors.
     """
     before = dict(model.named_modules())
-    contracts = {name: _contract(m) for name, m in before.items()}
+    contracts = {name: layout_of(m) for name, m in before.items()}
     # there are no numbers yet: weights are folded once they are read
     quantize_(model, replace(config, weights="packed"))
     replaced = {
@@ -50,7 +50,8 @@ def floats_of(contract: ExpertsContract | None) -> tuple[str, ...]:
     return ("weight",) if contract is None else contract.names
 
 
-def _contract(module: Any) -> ExpertsContract | None:
+def layout_of(module: Any) -> ExpertsContract | None:
+    """`contract_of` a module of experts, or of those of Llama-4, which have none; else None."""
     if type(module).__name__ != "Llama4TextExperts":
         return contract_of(module)
     experts, intermediate, hidden = module.down_proj.shape

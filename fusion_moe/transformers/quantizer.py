@@ -26,7 +26,7 @@ from ..nn.frozen.packed import PackedModule
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, in_transformers_form, set_quantization
-from .on_load import Contracts, QuantizeExperts, floats_of, prepare_to_quantize
+from .on_load import Contracts, QuantizeExperts, floats_of, layout_of, prepare_to_quantize
 from .replacements import Replacements, replace_modules
 from .saving import (
     conversions_for_saving,
@@ -36,7 +36,7 @@ from .saving import (
     written_config,
 )
 from .share import Share
-from .tensors import load_
+from .tensors import load_, load_converted_
 
 before_training: list[Callable[[], None]] = []  # done when a Trainer gets a model of ours
 
@@ -140,7 +140,7 @@ class FusionMoeQuantizer(HfQuantizer):
             *(f"{re.escape(suffix)}$" for suffix in KNOWN),
         }
         if share is not None:
-            share.take(model, self.replaced.experts)
+            share.take(model, self.replaced.experts | self.replaced.floats)
         self._load_later(model, self.replaced, tensors.read)
 
     def _load_later(self, model: Any, replaced: Replacements, read: Read) -> None:
@@ -148,10 +148,10 @@ class FusionMoeQuantizer(HfQuantizer):
         and loads them when it has placed all others, before accelerate moves any.
         """
         place, hidden = model._move_missing_keys_from_meta_to_device, []
-        sources = replaced.experts | replaced.linears
+        sources = replaced.experts | replaced.floats | replaced.linears
         for name, source in sources.items():
             module = model.get_submodule(name)
-            names = {"weight"}
+            names = {*layout.names} if (layout := layout_of(module)) else {"weight"}
             if isinstance(module, PackedModule):
                 names = {row.parameter for row in source.rows(module)}
                 names.update(key for keys in module.part_names.values() for key in keys)
@@ -159,6 +159,12 @@ class FusionMoeQuantizer(HfQuantizer):
             # the numbers of layers and experts are left open: one pattern for all of them
             pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
             model._keys_to_ignore_on_load_unexpected.add(rf"^{pattern}\.")
+
+        for parameter in {*replaced.converted.values()}:
+            owner, _, key = parameter.rpartition(".")
+            hook = model.get_submodule(owner).register_state_dict_post_hook(partial(_hide, {key}))
+            hidden.append(hook)
+            model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(owner)}\.")
 
         def read_live(name: str) -> torch.Tensor:
             return read(replaced.in_files[name])
@@ -171,6 +177,9 @@ class FusionMoeQuantizer(HfQuantizer):
             for name, source in sources.items():
                 device = get_device(device_map, f"{name}.weight")
                 load_(model.get_submodule(name), source, replaced.weights, read_live, device)
+            if replaced.converted:
+                weights = [replaced.weights[name] for name in replaced.converted]
+                load_converted_(model, weights, self._theirs, read_live, device_map)
 
         model._move_missing_keys_from_meta_to_device = place_all
 

@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from ..checkpoints import Entry, Packing, Scheme, StoredPart, StoredWeight, stored_weights
+from ..checkpoints import Entry, Packing, StoredWeight, stored_weights
 from ..checkpoints.experts import expert_of, predicts_further_tokens
 from ..checkpoints.headers import Read
 from ..checkpoints.integers import USUAL
 from ..checkpoints.stored import all_eight_bits
-from ..encodings import F32, NVFP4, Encoding, Quantized
-from ..encodings.encoding import FLOATS
+from ..encodings import NVFP4, Encoding, Quantized
+from ..encodings.encoding import FLOATS as PLAIN
 from ..errors import CheckpointError, ShapeError, UnsupportedError
 from ..messages.units import some
 from ..messages.warn import log
 from ..nn import Llama4MoE, QuantizedLinear
 from ..nn.config import NVFP4Config, QuantizationConfig
-from ..nn.conversion.contract import contract_of
+from ..nn.conversion.contract import ExpertsContract, contract_of
 from ..nn.conversion.converters import by_contract, convert
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads
-from .sources import INPUT_SCALES, Source, Weights, find_experts, weights_of
-
-# experts in floats beside those in 8-bit floats, which are rounded with them
-_FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", FLOATS, cast=torch.float32),))
+from .on_load import layout_of
+from .sources import FLOATS, INPUT_SCALES, Source, Weights, find_experts, weights_of
 
 
 @dataclass
@@ -40,15 +40,19 @@ class Replacements:
     """What is stored encoded, and where.
 
     entries: tensors by their names in the model; in_files: the names in files of these; weights: by
-    their names in the model; experts: modules of ours, by name; linears: other modules with one
-    weight; taken: the tensors that belong to any of them.
+    their names in the model; experts: modules of ours, by name; floats: modules of experts that get
+    theirs in floats; linears: other modules with one weight; converted: the names of weights in
+    floats that transformers makes parameters of, and of these; taken: the tensors that belong to
+    any of them.
     """
 
     entries: Mapping[str, Entry]
     in_files: Mapping[str, str]
     weights: Mapping[str, StoredWeight]
     experts: dict[str, Source] = field(default_factory=dict)
+    floats: dict[str, Source] = field(default_factory=dict)
     linears: dict[str, Source] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
     def check_fixed(self, read: Read) -> None:
@@ -90,13 +94,15 @@ def replace_modules(
     names = live_names(model, tensors)
     entries = {live: replace(tensors[name], name=live) for name, live in names.items()}
     stored = stored_weights(entries, method, packing)
-    floats = _floats(entries) if quantizes and any(map(_is_fp8_expert, stored.values())) else {}
     in_files = {live: name for name, live in names.items()}
-    replaced = Replacements(entries, in_files, {**floats, **stored})
+    replaced = Replacements(entries, in_files, {**_floats(entries), **stored})
     keeps_fp8 = not quantizes and all_eight_bits(stored)
+    # experts in floats are rounded with those in 8-bit floats of other layers
+    together = quantizes and any(map(_is_fp8_expert, stored.values()))
+    encoded = replaced.weights if together else stored
     for name, module in dict(model.named_modules()).items():
-        if (source := _experts_at(name, module, replaced.weights)) is not None:
-            _replace_experts(replaced, model, name, module, source, config, quantizes)
+        if (found := _experts_at(name, module, replaced.weights, encoded)) is not None:
+            _replace_experts(replaced, model, name, module, *found, config, quantizes)
         elif (
             name in stored
             and isinstance(module._parameters.get("weight"), nn.Parameter)
@@ -106,6 +112,7 @@ def replace_modules(
     _check_none_left(model, replaced, names, stored)
     _check_beside(model, replaced)
     _warn_of_rounding(stored)
+    _warn_of_floats(model, replaced)
     return replaced
 
 
@@ -126,10 +133,11 @@ def _check_none_left(
         and not predicts_further_tokens(f"{w.name}.", config)
         and any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())
     ]
-    if not left:
-        return
     for weight in left:
         expert_of(weight.name)  # raises for experts by unusual numbers
+    left = [weight for weight in left if not _converted(model, replaced, weight)]
+    if not left:
+        return
     owner, modules = left[0].name, dict(model.named_modules())
     while owner not in modules:
         owner = owner.rpartition(".")[0]
@@ -147,6 +155,30 @@ def _check_none_left(
         todo="check the names of modules, and the numbers of layers and experts in config.json",
         where=where,
     )
+
+
+def _converted(model: Any, replaced: Replacements, weight: StoredWeight) -> bool:
+    """Whether transformers makes a parameter of several weights, one of which this is."""
+    mapping = get_model_conversion_mapping(model)
+    converters = [c for c in mapping if isinstance(c, WeightConverter)]
+    name = f"{weight.name}.weight"
+    parameter, pattern = rename_source_key(name, [], converters, model.base_model_prefix)
+    if pattern is None or parameter not in model.state_dict():
+        return False
+    replaced.converted[weight.name] = parameter
+    replaced.taken.update(entry.name for entry in weight.entries.values())
+    return True
+
+
+def _warn_of_floats(model: Any, replaced: Replacements) -> None:
+    """Warns of layers whose experts take the memory of floats."""
+    if replaced.floats:
+        log.warning(
+            "%s: experts in several formats become %s, without loss in float32; "
+            "quantization_config=NVFP4Config() encodes all of them",
+            some([*replaced.floats]),
+            str(model.dtype).removeprefix("torch."),
+        )
 
 
 def _warn_of_rounding(stored: Weights) -> None:
@@ -170,18 +202,29 @@ def _is_fp8_expert(weight: StoredWeight) -> bool:
 def _floats(entries: Mapping[str, Entry]) -> dict[str, StoredWeight]:
     """The weights of experts in floats."""
     return {
-        weight: StoredWeight(weight, _FLOATS, {"values": entry}, entry.shape)
+        weight: StoredWeight(weight, FLOATS, {"values": entry}, entry.shape)
         for name, entry in entries.items()
-        if entry.dtype in FLOATS and expert_of(weight := name.removesuffix(".weight")) is not None
+        if entry.dtype in PLAIN and expert_of(weight := name.removesuffix(".weight")) is not None
     }
 
 
-def _experts_at(name: str, module: nn.Module, stored: Weights) -> Source | None:
-    if type(module).__name__ == "Llama4TextMoe":
-        return find_experts(f"{name}.experts", True, False, stored)
-    if (contract := contract_of(module)) is None:
+def _experts_at(
+    name: str, module: nn.Module, weights: Weights, encoded: Weights
+) -> tuple[Source, ExpertsContract] | None:
+    """Where a module of experts is stored, if some of them are encoded, and their layout."""
+    of_llama4 = type(module).__name__ == "Llama4TextMoe"
+    contract = layout_of(module.experts) if of_llama4 else contract_of(module)
+    if contract is None:
         return None
-    return find_experts(name, contract.has_gate, not contract.concatenated, stored)
+    source = find_experts(
+        f"{name}.experts" if of_llama4 else name,
+        contract.has_gate,
+        contract.has_gate and not contract.concatenated,
+        contract.experts,
+        weights,
+        encoded,
+    )
+    return (source, contract) if source else None
 
 
 def _replace_experts(
@@ -190,11 +233,19 @@ def _replace_experts(
     name: str,
     module: nn.Module,
     source: Source,
+    contract: ExpertsContract,
     config: QuantizationConfig,
     quantizes: bool,
 ) -> None:
+    shapes = {"gate_up" if contract.has_gate else "up": contract.up_shape}
+    weights = weights_of(source, {**shapes, "down": contract.down_shape}, replaced.weights)
+    several = len({weight.scheme for weight in weights}) > 1
     plain = source.scheme.encoding is not None and source.scheme.encoding.plain
-    source = replace(source, rounds=quantizes and (plain or source.scheme.eight_bits))
+    source = replace(source, rounds=quantizes and (several or plain or source.scheme.eight_bits))
+    if several and not source.rounds:
+        # the numbers of all of them, in the module's own parameters
+        replaced.floats[source.name] = replaced.take(replace(source, rounds=True), weights)
+        return
     encoding = config.encoding if source.rounds else source.scheme.encoding
     assert encoding is not None, "FP8 whose scales fit is in one"
     with torch.device("meta"):
@@ -205,7 +256,7 @@ def _replace_experts(
         experts = replacement.experts if isinstance(replacement, Llama4MoE) else replacement
         assert isinstance(experts, Projections)
         model.set_submodule(name, replacement)
-        source = replaced.take(source, weights_of(source, experts, replaced.weights))
+        source = replaced.take(source, weights)
         for projection in experts.projections if source.input_scale else ():
             # nothing here reads the scales of activations, but saving writes them again
             count = experts.shape_of(projection)[0]

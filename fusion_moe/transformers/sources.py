@@ -7,18 +7,21 @@ Experts are E weights for each projection, `…experts.3.gate_proj`, or one weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoints import Direction, Scheme, StoredPart, StoredWeight
 from ..checkpoints.experts import PER_EXPERT
+from ..encodings import F32
+from ..encodings.encoding import FLOATS as PLAIN
 from ..errors import CheckpointError
 from ..messages.units import some
 from ..nn.frozen.packed import PackedModule
-from ..nn.frozen.projections import Projections
 
+# experts in floats beside those that are encoded
+FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", PLAIN, cast=torch.float32),))
 INPUT_SCALES = (".input_scale", "_input_scale")
 
 Weights = Mapping[str, StoredWeight]
@@ -46,7 +49,8 @@ class Source:
 
     `*` stands for the number of an expert. in_turns: gate and up rows alternate in the file.
     input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
-    rounds: whether the files have floats, with scales or without, which are rounded to fewer bits.
+    rounds: whether the module does not have the parts that the files have: they are floats, with
+    scales or without, or of several schemes, and become floats, or are rounded to fewer bits.
     """
 
     name: str
@@ -87,30 +91,36 @@ class Source:
                 yield Row(key, names, part, self.in_turns and weight == "gate_up", scheme)
 
 
-def find_experts(name: str, gated: bool, in_turns: bool, stored: Weights) -> Source | None:
-    """Where a module of experts is stored, by the first of its weights that is found; None if none
-    of them is encoded.
+def find_experts(
+    name: str, gated: bool, in_turns: bool, experts: int, weights: Weights, encoded: Weights
+) -> Source | None:
+    """Where a module of experts is stored, with the scheme of the first of its weights that is
+    encoded; None if none of them is.
     """
     for gate, up, down in (*PER_EXPERT, ("", "gate_up_proj" if gated else "up_proj", "down_proj")):
         projections = ((gate, up) if gated and gate else (up,)), (down,)
         star = "*." if gate else ""
-        for one in (*projections[0], *projections[1]):
-            if (found := stored.get(f"{name}.{star.replace('*', '0')}{one}")) is not None:
-                names = (tuple(star + below for below in each) for each in projections)
-                keys = "gate_up" if gated else "up", "down"
-                return Source(
-                    name, found.scheme, dict(zip(keys, names, strict=True)), in_turns and not gate
-                )
+        names = (tuple(star + below for below in each) for each in projections)
+        keys = "gate_up" if gated else "up", "down"
+        below = dict(zip(keys, names, strict=True))
+        source = Source(name, FLOATS, below, in_turns and not gate)
+        for projection in keys:
+            for each in source.weights(projection, experts):
+                for one in each:
+                    if (found := encoded.get(one)) is not None and one in weights:
+                        return replace(source, scheme=found.scheme)
     return None
 
 
-def weights_of(source: Source, module: Projections, stored: Weights) -> list[StoredWeight]:
-    """All weights that make up a module of experts. CheckpointError for one that is missing or has
-    another scheme or shape.
+def weights_of(
+    source: Source, shapes: Mapping[str, tuple[int, int, int]], stored: Weights
+) -> list[StoredWeight]:
+    """All weights that make up a module of experts, in whatever schemes. shapes: [E, N, K] of each
+    projection. CheckpointError for one that is missing or has another shape.
     """
     taken: list[StoredWeight] = []
     for projection, names in source.names.items():
-        experts, rows, k = module.shape_of(projection)
+        experts, rows, k = shapes[projection]
         shape = (rows // len(names), k) if "*" in names[0] else (experts, rows, k)
         wanted = [name for each in source.weights(projection, experts) for name in each]
         if missing := [name for name in wanted if name not in stored]:
@@ -120,10 +130,7 @@ def weights_of(source: Source, module: Projections, stored: Weights) -> list[Sto
                 where=source.name,
             )
         for weight in (stored[name] for name in wanted):
-            same = weight.scheme == source.scheme or (
-                source.rounds and weight.scheme.name == source.scheme.name
-            )
-            if not same or weight.shape != shape:
+            if weight.shape != shape:
                 raise CheckpointError(
                     f"{weight.name} is {_said(weight.scheme)} {list(weight.shape)}",
                     expected=f"{_said(source.scheme)} {list(shape)}",

@@ -6,14 +6,17 @@ how each of them is converted. Letters: E experts, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
-from ..checkpoints import StoredWeight
-from ..checkpoints.headers import Read
+from ..checkpoints import Entry, StoredWeight
+from ..checkpoints.headers import Read, Unread
 from ..checkpoints.values import check_scale, check_weight
 from ..errors import CheckpointError, NonFiniteError, UnsupportedError
 from ..nn.frozen.base import rounded
@@ -21,6 +24,7 @@ from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from ..nn.trained.activations import deinterleave, interleave
 from ..runtime.host_memory import pages
+from .on_load import layout_of
 from .sources import Row, Source, Weights
 
 
@@ -31,6 +35,9 @@ def load_(module: nn.Module, source: Source, weights: Weights, read: Read, devic
     weights: those in files; read: a tensor by the name that it has in the model. CheckpointError
     for scales that no quantizer writes, and for those that are the wrong way round.
     """
+    if not isinstance(module, PackedModule) and "weight" not in source.names:
+        _load_floats(module, source, weights, read, device)
+        return
     if not isinstance(module, PackedModule):
         floats, like = _floats(weights[source.name], read), module.get_parameter("weight")
         _set(module, "weight", floats.to(device, like.dtype))
@@ -50,6 +57,51 @@ def load_(module: nn.Module, source: Source, weights: Weights, read: Read, devic
                         check_weight(read, weight)  # which names the file and the tensor
                 raise
         _set(module, row.parameter, t)
+
+
+def _load_floats(
+    module: nn.Module, source: Source, weights: Weights, read: Read, device: Any
+) -> None:
+    """Gives a module of experts weights and biases in floats, in the layout that it has."""
+    contract = layout_of(module)
+    assert contract is not None, source.name
+    for key, (projection, names) in zip(contract.names, source.names.items(), strict=False):
+        in_turns = len(names) > 1 and not contract.concatenated
+        first = getattr(module, "first_expert", None) or 0
+        like, of = module.get_parameter(key), source.weights(projection, contract.experts, first)
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        for e, expert in enumerate(zip(*of, strict=True)):
+            rows = torch.cat([_floats(weights[name], read) for name in expert])
+            rows = interleave(rows, 1) if in_turns else rows
+            whole[e].copy_(rows.mT if contract.transposed else rows)
+        _set(module, key, whole.to(device))
+        if contract.has_bias:
+            each = (
+                torch.cat([read(f"{name}.bias") for name in one]) for one in zip(*of, strict=True)
+            )
+            bias = torch.stack([interleave(one, 1) if in_turns else one for one in each])
+            _set(module, f"{key}_bias", bias.to(device, like.dtype))
+
+
+def load_converted_(
+    model: Any, weights: Iterable[StoredWeight], conversions: list[Any], read: Read, device_map: Any
+) -> None:
+    """Has transformers make parameters of several weights each, which it gets in floats."""
+    floats = {}
+    for weight in weights:
+        file = next(iter(weight.entries.values())).file
+        entry = Entry(f"{weight.name}.weight", torch.float32, weight.shape, file)
+        floats[entry.name] = Unread(entry, partial(_floats, weight, read))
+    convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict=floats,
+        load_config=LoadStateDictConfig(
+            device_map=device_map,
+            dtype=model.dtype,
+            weight_mapping=[c for c in conversions if isinstance(c, WeightConverter)],
+        ),
+        disk_offload_index=None,
+    )
 
 
 def _set(module: nn.Module, key: str, t: Tensor) -> None:
@@ -120,10 +172,22 @@ def _rounded(
     names = source.weights(projection, len(module.down_proj), module.first_expert or 0)
     parts = []
     for of_expert in zip(*names, strict=True):
-        floats = torch.cat([_floats(weights[name], read) for name in of_expert])
-        floats = (floats.bfloat16() if source.scheme.eight_bits else floats)[None]
-        parts.append(rounded(floats, module.encoding, len(names), scales=module.scales))
+        runs = [_in_encoding(module, weights[name], read) for name in of_expert]
+        parts.append(
+            torch.cat(of, 1) if not part.of_matrix else torch.stack(of, 1) if len(of) > 1 else of[0]
+            for part, of in zip(module.encoding.parts, zip(*runs, strict=True), strict=True)
+        )
     return map(torch.cat, zip(*parts, strict=True))
+
+
+def _in_encoding(module: Projections, weight: StoredWeight, read: Read) -> list[Tensor]:
+    """The parts [1, ...] of a weight as they are, or rounded."""
+    if weight.scheme.encoding == module.encoding:
+        check_weight(read, weight)
+        return [part[None] for part in weight.parts(read)]
+    floats = _floats(weight, read)
+    floats = (floats.bfloat16() if weight.scheme.eight_bits else floats)[None]
+    return [*rounded(floats, module.encoding, scales=module.scales)]
 
 
 def _floats(weight: StoredWeight, read: Read) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from decoded import E2M1, logits, relative, same_bytes, same_parameters
+from decoded import E2M1, logits, plain_model, relative, same_bytes, same_parameters
+from files import MADE, change, copied
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV4Config, PreTrainedModel, Qwen3MoeConfig
@@ -29,11 +30,13 @@ from fusion_moe.checkpoints import (
     method_of,
     quantize,
     stored_weights,
+    weights_in,
 )
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.nn import QuantizedLinear
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
+from tests.families.tiny import FAMILIES, tiny
 
 QWEN = Qwen3MoeConfig(
     vocab_size=96,
@@ -458,6 +461,138 @@ def test_an_encoded_embedding_is_not_supported(tmp_path):
         r"Embedding; expected experts of a known class",
     ):
         from_pretrained(encoded)
+
+
+# Within a layer -----------------------------------------------------------------------------------
+
+FP8_ROWS = fp8("weight_scale", lambda n, k: (n, 1))
+WITHIN: dict[str, dict[str, Encode]] = {
+    "an expert in floats": {r"\.experts\.[012]\.": MODELOPT},
+    "the first expert in floats": {r"\.experts\.[123]\.": MODELOPT},
+    "one matrix in floats": {r"experts\.(?!2\.up)": MODELOPT},
+    "a projection in floats": {r"experts\.\d\.(gate|up)": MODELOPT},
+    "a projection in FP8": {r"experts\.\d\.down": FP8_ROWS, r"\.experts\.": MODELOPT},
+    "a matrix in INT4": {r"experts\.1\.gate": int4(), r"\.experts\.": MODELOPT},
+    "gate and up in two formats": {r"gate_proj": CT, r"up_proj": mxfp4, r"\.experts\.": MODELOPT},
+    "scales of matrices and of rows": {
+        r"experts\.1\.": FP8_ROWS,
+        r"\.experts\.": fp8("weight_scale", lambda n, k: ()),
+    },
+}
+
+
+@pytest.mark.parametrize("rules", WITHIN.values(), ids=WITHIN)
+def test_several_formats_within_a_layer(rules, tmp_path, caplog):
+    """Each matrix by its own parts. Layers in one format stay encoded."""
+    rules = {rf"layers\.0.*{pattern}": rule for pattern, rule in rules.items()}
+    encoded, plain = pair(tmp_path, QWEN, MIXED, rules | {r"layers\.1.*\.experts\.": MODELOPT})
+    model = assert_loads(encoded, plain)
+    assert [isinstance(layer.mlp.experts, PackedModule) for layer in model.model.layers] == [
+        False,
+        True,
+    ]
+    assert "layers.0.mlp.experts: experts in several formats become float32" in caplog.text
+    again = from_pretrained(plain, dtype=torch.float32).model.layers[0].mlp.experts
+    for name, p in model.model.layers[0].mlp.experts.named_parameters():
+        assert torch.equal(p, again.get_parameter(name))
+    model.save_pretrained(tmp_path / "saved")
+    assert same_parameters(from_pretrained(tmp_path / "saved", dtype=torch.float32), model)
+    dense = convert(encoded, tmp_path / "dense", "dense")
+    assert all(
+        torch.equal(t.float(), load_file(plain / "model.safetensors")[name])
+        for name, t in load_file(dense / "model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize("name", ["an expert in floats", "a projection in FP8"])
+def test_all_of_a_layer_in_the_format_that_is_asked_for(name, tmp_path):
+    """What has it keeps its bytes."""
+    encoded, _ = pair(tmp_path, QWEN, MIXED, WITHIN[name])
+    model = from_pretrained(encoded, dtype=torch.float32, quantization_config=NVFP4Config())
+    written = quantize(encoded, tmp_path / "written")
+    source, found = (load_file(where / "model.safetensors") for where in (encoded, written))
+    assert all(
+        same_bytes(found[n], t) for n, t in source.items() if n.endswith(("scale_2", "norm.weight"))
+    )
+    kept = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert same_bytes(found[kept], source[kept])
+    quantized = from_pretrained(written, dtype=torch.float32)
+    assert all(isinstance(layer.mlp.experts, PackedModule) for layer in model.model.layers)
+    assert same_parameters(model, quantized)
+
+
+def test_one_expert_in_floats_of_a_family_with_rows_in_turns_and_biases(tmp_path):
+    path = copied("ct-gpt_oss", tmp_path)
+    opened = Directory.open(path)
+    weights = weights_in(opened)
+
+    def in_floats(tensors):
+        for name in [name for name in weights if ".experts.1." in name]:
+            for entry in weights[name].entries.values():
+                del tensors[entry.name]
+            tensors[f"{name}.weight"] = weights[name].floats(opened.read)
+
+    change(path, in_floats)
+    model = from_pretrained(path, dtype=torch.float32)
+    assert not isinstance(model.model.layers[0].mlp.experts, PackedModule)
+    assert relative(logits(model), logits(plain_model(MADE / "ct-gpt_oss"))) <= 1e-5
+
+
+# Parts of several weights -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule", "suffix", "at"),
+    [
+        (r"\.experts\.", MODELOPT, "weight_scale_2", r"\.\d+(?=\.\w+_proj$)"),
+        (r"\.experts\.", MODELOPT, "weight_scale_2", r"\.\d+\.\w+_proj$"),
+        (r"\.experts\.", CT, "weight_global_scale", r"\.\d+\.\w+_proj$"),
+        (r"self_attn\.[qkv]_proj", MODELOPT, "weight_scale_2", r"\.[qkv]_proj$"),
+    ],
+)
+def test_one_scale_of_several_weights(pattern, rule, suffix, at, tmp_path):
+    encoded, plain = pair(tmp_path, QWEN, MIXED, {pattern: rule})
+    names = list(weights_in(Directory.open(encoded)))
+
+    def share(tensors):
+        for name in names:
+            tensors[f"{re.sub(at, '', name)}.{suffix}"] = tensors.pop(f"{name}.{suffix}")
+
+    assert_loads(change(encoded, share), plain)
+    assert list(weights_in(Directory.open(encoded))) == names
+    for to in ("dense", "modelopt"):
+        assert_loads(convert(encoded, tmp_path / to, to), plain)
+
+
+def test_a_table_in_shards_with_one_scale(tmp_path, monkeypatch):
+    """As n-gram embeddings are published: transformers joins the shards."""
+    text = {
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 200,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+    }
+    for key, value in text.items():
+        monkeypatch.setitem(FAMILIES["qwen4_exp"][1]["text_config"], key, value)
+    model = tiny("qwen4_exp")
+    model.save_pretrained(tmp_path / "floats")
+    tensors = load_file(tmp_path / "floats" / "model.safetensors")
+    shards = [name for name in tensors if ".ngram_embedding.shard_" in name]
+    assert len(shards) == 4
+    scale = torch.tensor([0.0078125 / 3])
+    files, plain = dict(tensors), dict(tensors)
+    for name in shards:
+        files[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        plain[name] = files[name].float() * scale
+    files[shards[0].partition(".shard_")[0] + ".weight_scale"] = scale
+    encoded = write(tmp_path / "encoded", model.config, files, MIXED)
+    want = write(tmp_path / "plain", model.config, plain)
+    loaded, of_plain = (from_pretrained(p, dtype=torch.float32) for p in (encoded, want))
+    assert same_parameters(loaded, of_plain)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert same_parameters(from_pretrained(tmp_path / "saved", dtype=torch.float32), loaded)
 
 
 # Scales that are the wrong way round --------------------------------------------------------------
