@@ -27,8 +27,6 @@ from transformers.utils import cached_file
 from ..checkpoints import Directory, Entry, method_of
 from ..checkpoints.conversion import Source
 from ..checkpoints.directory import (
-    CONFIG,
-    GGUF,
     INDEX,
     OLDER_CONFIG,
     architectures_of,
@@ -40,6 +38,7 @@ from ..checkpoints.experts import layers_of_experts
 from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
+from ..messages.paths import CONFIG, GGUF
 from ..messages.units import some
 from ..options import during
 from .adapters import read_adapters_
