@@ -117,8 +117,9 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        at_back = ctx.saved_tensors  # once: checkpoints let go of what they gave
         gradients = (
-            ctx.back(dy, ctx.group, ctx.ranks, *ctx.saved_tensors) if need else None
+            ctx.back(dy, ctx.group, ctx.ranks, *at_back) if need else None
             for dy, need in zip(dys, ctx.needs_input_grad[6:], strict=True)
         )
         return None, None, None, None, None, None, *gradients
