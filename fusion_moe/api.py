@@ -7,6 +7,7 @@ from __future__ import annotations
 from . import compat, errors, nn, ops, options, recipe
 from .bodies import autocast as _torch_autocast  # the operations' casts under torch.autocast
 from .bodies import autograd as _autograd  # the operations' derivatives
+from .bodies import batched as _batched  # the operations under torch.vmap
 from .bodies import eager as _eager  # the bodies of the operations
 from .compile import run
 from .definitions.translate import translator
@@ -54,4 +55,4 @@ __all__ = [
     "update_weights_",
 ]
 
-del _autograd, _eager, _torch_autocast
+del _autograd, _batched, _eager, _torch_autocast

@@ -369,11 +369,25 @@ def _refuse_tangents(name: str, *args: Any) -> None:
         )
 
 
+def refuse_transforms(name: str) -> None:
+    """UnsupportedError for a call whose derivative `torch.func` is to find: what a forward saves is
+    not for its transforms.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "a derivative by torch.func (grad, vjp, jacrev, hessian)",
+            expected="one by autograd",
+            todo="call backward() or torch.autograd.grad, outside of torch.func's transforms",
+            where=name,
+        )
+
+
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation as called through autograd."""
     _refuse_tangents(spec.name, args, kwargs)
     operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
+        refuse_transforms(spec.name)
         call = bind(spec, args, kwargs)
         outputs = _Differentiated.apply(
             _Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
@@ -390,6 +404,7 @@ def _called_run(
     _refuse_tangents(name, inputs)
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
+        refuse_transforms(name)
         step = _Step.of_run(program, inputs, sizes, *rest)
         outputs = _Differentiated.apply(
             step, lambda: tuple(operation(program, inputs, sizes, *rest)), *inputs

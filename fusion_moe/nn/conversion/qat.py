@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from ... import backends, options
 from ...backends import TARGETS
+from ...bodies import batched
 from ...definitions.operations import LIBRARY
 from ...encodings import MXFP4, NVFP4, Encoding, find
 from ...encodings.search import check_rule
@@ -294,3 +295,4 @@ LIBRARY.define(
 )
 LIBRARY.impl("encode_weight", _encode, "CompositeExplicitAutograd")
 torch.library.register_fake("fusion_moe::encode_weight", _empty, lib=LIBRARY)
+batched.implement("encode_weight")

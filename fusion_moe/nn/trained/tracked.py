@@ -16,6 +16,7 @@ from ... import options
 from ...bodies.autograd import (
     Programs,
     programs_of,
+    refuse_transforms,
     run,
     split,
     wanted,
@@ -105,6 +106,7 @@ def tracked(
     needed = wanted(call.inputs) if torch.is_grad_enabled() else ()
     if not needed:
         return _result(out, call.run(), ends)
+    refuse_transforms(where or "GroupedLinear")
     env, key = dict.fromkeys(parse(call.text).symbols, call.rows), options.current().key()
     return _Tracked.apply(
         _Work(
