@@ -51,6 +51,10 @@ class ExpertShards:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
         return self  # process groups cannot be copied
 
+    def has(self, name: str) -> bool:
+        """All ranks have some experts of each."""
+        return True
+
     def whole(self, name: str, t: Tensor) -> Tensor:
         """A DTensor [E, ...]."""
         return expert_shard(t, self.mesh, self.experts)
@@ -93,6 +97,10 @@ class FeatureShards:
             biased,
         )
 
+    def has(self, name: str) -> bool:
+        """All ranks have some features, one of them down's bias."""
+        return self.biased or name != "down_proj_bias"
+
     def keep(self, kept: range) -> None:
         """Keeps only some of the experts."""
         self.scales = {
@@ -115,7 +123,7 @@ class FeatureShards:
         ):
             shape = (*shape[:2], t.shape[2] * self.intermediate // len(self.features))
             pieces = [((first, 0, t.shape[2] * self.features.start // len(self.features)), t)]
-        elif name == "down_proj_bias" and not self.biased:
+        elif not self.has(name):
             pieces = []
         return Pieces(Size(shape), t, pieces)
 

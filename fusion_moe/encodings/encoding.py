@@ -264,6 +264,13 @@ class Encoding:
         for found, expected in self._misfits():
             raise OptionError(f"{found} of {self.name}", expected=expected)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of a registered one, and what a pickle of it gives, is itself: it holds functions,
+        which pickles do not take, and copies of which are not equal.
+        """
+        registered = ENCODINGS.get(self.name) is self
+        return (find, (self.name,)) if registered else super().__reduce_ex__(protocol)
+
     def _misfits(self) -> Iterator[tuple[str, str]]:
         names, each = [part.name for part in self.parts], self.element.per_item
         sizes = [s.block for s in self.factors]

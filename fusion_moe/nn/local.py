@@ -21,6 +21,11 @@ class Sharding(Protocol):
     experts: int
     adaptable: bool
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor is on this rank: one that is added to sums over ranks is on the first,
+        and the others have zeros.
+        """
+
     def whole(self, name: str, t: Tensor) -> Tensor:
         """A rank's share, in linear order -> the tensor in the state dict, of the shape of the
         whole.

@@ -49,7 +49,14 @@ from fusion_moe.distributed import clip_grad_norm_, parallelize_, symmetric
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, RankError, ShapeError, UnsupportedError
 from fusion_moe.ir.collectives import all_reduce
-from fusion_moe.nn import Experts, GroupedLinear, QuantizedLinear, add_lora_, swiglu
+from fusion_moe.nn import (
+    Experts,
+    GroupedLinear,
+    QuantizedLinear,
+    add_lora_,
+    swiglu,
+    update_weights_,
+)
 from fusion_moe.nn.local import gathered, local
 from fusion_moe.nn.lora.files import load_lora_, save_lora
 from fusion_moe.report import Run
@@ -246,6 +253,36 @@ def features(mesh):
         assert module.first_expert is None
         assert module.nbytes < whole.nbytes * (1 / mesh.size() + 0.25)
         assert_alike(*(forward_and_backward(m) for m in (module, whole)))
+
+
+@case
+def new_weights(mesh):
+    """Of all experts or of a rank's, in the order of the float module; a bias that one rank has."""
+    gate_up, down = float_weights(E, H, I, seed=7)
+    new = {"gate_up_proj": gate_up.mT, "down_proj": down.mT}
+    whole = experts(E, H, I)
+    whole.transposed = True
+    of_all, of_rank = (divided(whole, mesh, "ep") for _ in range(2))
+    update_weights_(whole, new)
+    update_weights_(of_all, new)
+    update_weights_(of_rank, {name: t[slice(*of_ranks(of_rank))] for name, t in new.items()})
+    for module in of_all, of_rank:
+        assert_equal(module(*inputs(slots=1)), whole(*inputs(slots=1)))
+    features = divided(whole, mesh, "tp")
+    refuses(
+        UnsupportedError,
+        "down_proj, numbers of features that are divided",
+        lambda: update_weights_(features, {"down_proj": down.mT}),
+    )
+    biased = variants()[1]
+    module, bias = divided(biased, mesh, "tp"), {"down_proj_bias": torch.ones(E, H)}
+    for each in module, biased:
+        update_weights_(each, bias)
+    assert_alike(module(*inputs()), biased(*inputs()))
+
+
+def of_ranks(module: Experts) -> tuple[int, int]:
+    return module.first_expert, module.first_expert + len(module.down_proj)
 
 
 def two_dimensions(mesh: DeviceMesh) -> DeviceMesh:

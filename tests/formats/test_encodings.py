@@ -2,8 +2,10 @@
 implementations, bit for bit.
 """
 
+import copy
 import itertools
 import math
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -336,3 +338,11 @@ def test_nf4_by_bitsandbytes():
     assert torch.equal(q.codes, codes >> 4 | codes << 4)
     assert torch.equal(q.block_scale.flatten(), state.absmax)
     assert torch.equal(dequantize(q), functional.dequantize_4bit(theirs, state))
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_copy_of_an_encoding_is_itself(name):
+    """As a module that is copied or pickled has it: it would not be equal."""
+    encoding = ENCODINGS[name]
+    assert copy.deepcopy(encoding) is copy.copy(encoding) is encoding
+    assert pickle.loads(pickle.dumps(encoding)) is encoding

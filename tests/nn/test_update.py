@@ -227,8 +227,8 @@ BAD = {
     ),
     "dtype": (
         lambda: bad("gate_up_proj", lambda t: t.double()),
-        CheckpointError,
-        "gate_up_proj without gate_up_proj_scale, .* in float32, bfloat16 or float16",
+        DtypeError,
+        "gate_up_proj is torch.float64; expected numbers in float32, bfloat16 or float16, or ",
     ),
     "nan": (lambda: bad("gate_up_proj", nan_at_the_end), NonFiniteError, "1 NaN .* gate_up_proj"),
     "a part is missing": (

@@ -262,6 +262,16 @@ def test_state_dicts():
             make(found)
 
 
+def test_new_weights_in_the_order_of_the_float_module():
+    plain = experts(E, H, H, seed=1)  # square
+    plain.transposed, (gate_up, down) = True, float_weights(E, H, H, 1)
+    found, args = offloaded(plain), tokens(20)
+    want = found(*args)
+    for name, t in (("gate_up_proj", gate_up), ("down_proj", down)):
+        fusion_moe.update_weights_(found, {name: t.mT})
+        assert found(*args).equal(want)
+
+
 def test_compiled():
     plain, args = experts(E, H, I), tokens(7)
     found = offloaded(plain)

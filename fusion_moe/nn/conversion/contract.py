@@ -18,12 +18,12 @@ from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.custom import CustomExperts
 from ..frozen.experts import Experts, NVFP4Experts
+from ..frozen.packed import FROZEN
 from ..frozen.projections import Projections
 from ..local import is_dtensor
 from ..trained.activations import deinterleave
 from .traced_activation import activation_of
 
-FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
 # in this order: transformers' modules of codes raise if asked for the last, but lack the others
 _FLAGS = ("has_gate", "has_bias", "is_concatenated", "is_transposed")
 
@@ -142,6 +142,7 @@ def experts_from(
             down_bias=down_bias,
             activation=activation,
         )
+    made.transposed = contract.transposed
     made.in_turns = contract.has_gate and not contract.concatenated
     return made.train(module.training)
 

@@ -23,10 +23,10 @@ from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.base import rounded
-from ..frozen.packed import Packing, empty_parts, relayout_
+from ..frozen.packed import FROZEN, Packing, empty_parts, relayout_
 from ..frozen.projections import Projections
 from ..frozen.update import order_by_kernels, write_weight_
-from .contract import FROZEN, ExpertsContract, contract_of
+from .contract import ExpertsContract, contract_of
 from .converters import DECORATED, by_contract, check, without_memory
 from .quantize import Filter, chosen
 
@@ -162,6 +162,7 @@ class _Rounding:
     def prepare(self, module: nn.Module) -> None:
         """Makes the template, in the layout of the module's device."""
         self.made, self.seen = None, []
+        made.frozen_scales = any(name.endswith(FROZEN) for name, _ in module.named_buffers())
         device = module.get_parameter("down_proj").device
         made: Any = self.quantized(without_memory(module), NVFP4Config())
         wanted = options.current().target

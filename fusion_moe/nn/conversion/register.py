@@ -37,6 +37,10 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
     and must leave `experts` unchanged. During conversion, UnsupportedError says that it failed or
     did not return a new module.
 
+    `update_weights_` takes floats in the order of `from_float`. For a class that stores [E, K, N]
+    under the same names, set `transposed = True` on what is made, and `in_turns = True` for rows of
+    gate and up that alternate.
+
     Args:
         cls: a class of modules.
 

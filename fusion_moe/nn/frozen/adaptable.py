@@ -13,6 +13,7 @@ from ...layouts import Layout
 from ...messages.warn import warn_once
 from ...target import Target
 from ..local import local
+from ..trained.activations import deinterleave
 from . import folded
 from .packed import PackedModule
 
@@ -31,7 +32,9 @@ class AdaptableModule(PackedModule):
     projections: tuple[str, ...]
     targets: tuple[str, ...]
     activation_format: str
-    # whether rows of gate and up alternated in the module that this one was converted from
+    # how the module that this one was converted from stores floats: as [E, K, N]; with rows of gate
+    # and up that alternate
+    transposed = False
     in_turns = False
     weights = "packed"
     folded_from = 0
@@ -66,6 +69,13 @@ class AdaptableModule(PackedModule):
     def renew(self) -> None:
         """Makes anew what is made of the weights, which have changed in place."""
         folded.refold_(self)
+
+    def in_own_order(self, projection: str, t: Tensor) -> Tensor:
+        """A projection's weight [E, ...] or bias [E, N] as the module that this one was converted
+        from stores it -> [E, N, K] or [E, N], gate above up.
+        """
+        t = t.mT if self.transposed and t.dim() == 3 else t
+        return deinterleave(t, 1, 1) if self.in_turns and projection == "gate_up" else t
 
     def _folded(self, rows: int) -> bool:
         """Whether products of so many rows read folded weights."""

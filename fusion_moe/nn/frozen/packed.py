@@ -26,6 +26,7 @@ from ..local import Sharding
 from .base import own_parameters
 
 _ordering = threading.Lock()
+FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
 _INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes
 
 
@@ -39,7 +40,8 @@ class PackedModule(nn.Module):
     dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
     weights that are not whole tiles of the layout; considered: whether `order` has decided about
     the weights where they are now; scales: the rule that chose the scales of blocks, as in
-    `NVFP4Config`; sharding: how state dicts represent tensors that are a rank's share.
+    `NVFP4Config`; frozen_scales: whether those of matrices stay when weights change, since `qat_`
+    froze them; sharding: how state dicts represent tensors that are a rank's share.
     """
 
     castable: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class PackedModule(nn.Module):
     paddings: Mapping[str, Padding]
     considered = False
     scales = "max"
+    frozen_scales = False
     sharding: Sharding | None = None
 
     def __init__(self) -> None:

@@ -4,12 +4,14 @@ or rolls out with it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...encodings import (
     F32,
@@ -19,47 +21,62 @@ from ...encodings import (
     check_parts,
 )
 from ...encodings.encoding import FLOATS
+from ...encodings.search import has_values
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
-from ..local import is_dtensor
+from ...messages.warn import log
+from ..local import Sharding, is_dtensor
 from .adaptable import AdaptableModule
 from .base import by_kernels, rounded
-from .packed import PackedModule, Packing, packing_of
+from .packed import FROZEN, PackedModule, Packing, packing_of
 
 _WHERE = "update_weights_"
 _PANEL, _LARGE_PANEL = 2**24, 2**28  # elements that are quantized at once, on CPUs and on GPUs
 
 
 def update_weights_(
-    module: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    module: nn.Module,
+    tensors: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> None:
     """Gives a module new weights in place: no parameter changes its address, so CUDA graphs,
     compiled models and engines read the new ones. Names are those of the module's state dict.
 
-    An encoded weight takes either numbers, float [..., N, K] under the name of its elements, or all
-    of its parts as a state dict has them. Numbers are quantized as by `quantize_`, with as many
-    scales of a matrix as the weight has: `Experts` take gate_up_proj [E, 2I, H], rows as the module
-    has them, and down_proj [E, H, I]; `QuantizedLinear` weight [N, K]. A rank that has a share of a
-    weight takes that share. Every other tensor is copied; floats may have another float dtype.
-    Weights that are not named stay. Tensors may be on any device, are read one weight at a time,
-    and are ordered with other work on the current stream. The checks of values wait for the device.
+    An encoded weight takes either numbers, floats under the name of its elements, or all of its
+    parts as a state dict has them. Numbers are those of the module that `quantize_` replaced, in
+    its order, which the family decides, never a shape: gpt-oss stores gate_up_proj [E, H, 2I] with
+    gate and up in turns, and down_proj [E, I, H]; Llama-4 and Aria [E, H, 2I], gate before up. So
+    the state dict of the float model is right as it is. `Experts` that no `quantize_` made take
+    what their constructors do, gate_up_proj [E, 2I, H], rows as the module has them, and down_proj
+    [E, H, I]; `QuantizedLinear` takes weight [N, K]. A bias is in the order of its weight: that of
+    the float module, unless the same update has parts of the weight.
+
+    Numbers are quantized as by `quantize_`, with as many scales of a matrix as the weight has. A
+    rank that has a share of a weight takes that share or, if it has whole experts, those of all
+    ranks. Every other tensor is copied; floats may have another float dtype. Weights that are not
+    named stay. Tensors may be on any device, are read one weight at a time, and are ordered with
+    other work on the current stream. The checks of values wait for the device.
 
     Args:
         module: any module, also one that torch.compile returned.
-        tensors: a mapping, which is checked as a whole before anything changes; or pairs of names
-            and tensors, such as of a trainer that sends one weight after the other, each of which
-            is checked before it changes anything.
+        tensors: a mapping, or a module, whose state dict it is: checked as a whole before anything
+            changes; or pairs of names and tensors, such as of a trainer that sends one weight after
+            the other, each of which is checked before it changes anything.
 
     Raises:
-        CheckpointError: for an unknown name, or parts without the others of their weight.
+        CheckpointError: for an unknown name, what is no tensor or has no values, or parts without
+            the others of their weight.
         ShapeError, DtypeError: for a tensor that does not fit.
-        NonFiniteError: for NaN or infinity, and for scales that no quantizer writes.
-        UnsupportedError: for a parameter that FSDP2 or a parallel plan divides.
+        NonFiniteError: for NaN or infinity, also after a cast, and for scales that no quantizer
+            writes.
+        UnsupportedError: for a tensor or a parameter that FSDP2 or a parallel plan divides, and for
+            a parameter on the meta device.
 
     After an error that comes too late for nothing to have changed (one in the middle of pairs, no
     memory), the module is never half new: what was to change is NaN, for graphs to show it, and the
     next call of a module raises UnsupportedError, until an update gives it all of its tensors.
     """
     module = getattr(module, "_orig_mod", module)
+    if isinstance(tensors, nn.Module):
+        tensors = getattr(tensors, "_orig_mod", tensors).state_dict()
     places = _places(module)
     begun: list[_Place] = []
     if isinstance(tensors, Mapping):
@@ -74,6 +91,10 @@ def update_weights_(
         for place in begun:
             place.spoil()
         raise
+    if not begun:
+        log.warning(
+            "update_weights_ changes nothing: no tensors were given (a generator is empty?)"
+        )
     for module in {place.module for place in begun}:
         if isinstance(module, AdaptableModule):
             module.renew()
@@ -103,13 +124,14 @@ class _Unusable:
 @dataclass(frozen=True)
 class _Place:
     """A tensor of a module, or the parts of one of its weights; where: the module's name; weight:
-    that of the weight.
+    that of the weight; bias_of: of a bias, the weight whose order its own follows.
     """
 
     module: Any
     names: tuple[str, ...]
     where: str = field(compare=False)
     weight: str = ""
+    bias_of: str = ""
 
     @property
     def encoding(self) -> Encoding | None:
@@ -129,6 +151,16 @@ class _Place:
         shape = tuple(getattr(self.module, self.names[0]).shape)
         return (*shape[:-2], *self.module.matrix_shape(self.weight)) if self.weight else shape
 
+    @property
+    def sharding(self) -> Sharding | None:
+        """How ranks share the module; None if they do not."""
+        return getattr(self.module, "sharding", None)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether numbers are [..., K, N]."""
+        return bool(self.weight and getattr(self.module, "transposed", False))
+
     def has_numbers(self, given: Mapping[str, Tensor]) -> bool:
         """Whether this is given as numbers, not as the parts of a weight."""
         elements = given.get(self.names[0])
@@ -137,25 +169,45 @@ class _Place:
     def check(self, given: dict[str, Tensor]) -> None:
         """Raises what `update_weights_` says. Bytes become views as the floats that they are."""
         encoding, name = self.encoding, self.where + self.names[0]
-        if any(is_dtensor(getattr(self.module, key)) for key in self.names):
-            raise UnsupportedError(
-                f"{name}, a DTensor",
-                expected="a parameter of one device",
-                todo="load_state_dict takes what is divided",
-                where=_WHERE,
-            )
+        for key in self.names:
+            _need_memory(self.where + key, getattr(self.module, key))
         if encoding is not None and not (self.has_numbers(given) and len(given) == 1):
             self._check_parts(given, encoding)
             return
+        of_matrix = encoding is not None and any(part.of_matrix for part in encoding.parts)
+        if of_matrix and self.sharding is not None and not self.sharding.adaptable:
+            raise UnsupportedError(
+                f"{name}, numbers of features that are divided between ranks",
+                expected="all parts of it, whose scales of matrices are those of the whole",
+                todo="parallelize_ with plan='ep', or divide the model after it is quantized again",
+                where=_WHERE,
+            )
         (t,), (own, *_) = given.values(), self.own
-        _need_shape(name, tuple(t.shape), self.shape)
+        shape = (
+            (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        )
+        _need_shape(name, tuple(t.shape), shape, self.transposed)
         if t.dtype != own.dtype and not (t.dtype in FLOATS and (encoding or own.dtype in FLOATS)):
             raise DtypeError(f"{name} is {t.dtype}", expected=f"{own.dtype}", where=_WHERE)
         if t.dtype in FLOATS:
             check_finite(t.detach(), encoding or F32, name)
+            if t.numel() and own.dtype in FLOATS and own.dtype != t.dtype:
+                extremes = torch.stack(t.detach().aminmax()).to(own.dtype)
+                if not extremes.isfinite().all():
+                    cast = t.detach().to(own.dtype)
+                    check_finite(cast, encoding or F32, f"{name} in {own.dtype}")
 
     def _check_parts(self, given: dict[str, Tensor], encoding: Encoding) -> None:
         names = [self.where + name for name in self.names]
+        elements, stored = given.get(self.names[0]), encoding.parts[0].dtype
+        known = *FLOATS, stored, torch.uint8
+        if elements is not None and elements.dtype not in known:
+            raise DtypeError(
+                f"{names[0]} is {elements.dtype}",
+                expected="numbers in float32, bfloat16 or float16, or elements in "
+                f"{stored} with their scales",
+                where=_WHERE,
+            )
         if missing := [self.where + name for name in self.names if name not in given]:
             raise CheckpointError(
                 f"{', '.join(self.where + name for name in given)} without {', '.join(missing)}",
@@ -179,14 +231,20 @@ class _Place:
         own, encoding = self.own, self.encoding
         with torch.inference_mode(own[0].is_inference()), torch.no_grad():
             if encoding is None:
-                own[0].copy_(given[self.names[0]])
+                if self.sharding is None or self.sharding.has(self.names[0]):
+                    own[0].copy_(given[self.names[0]])
                 return
             tensors = [given[name] for name in self.names if name in given]
             if own[0].dim() == 2:
                 own, tensors = [t[None] for t in own], [t[None] for t in tensors]
-            runs = self.module.rounded_runs(self.weight) if self.has_numbers(given) else 0
+            runs, order = 0, None
+            if self.has_numbers(given):
+                runs = self.module.rounded_runs(self.weight)
+                if isinstance(self.module, AdaptableModule):
+                    order = partial(self.module.in_own_order, self.weight)
+            scale = own[-1] if runs and self.module.frozen_scales else None
             packing, rule = packing_of(self.module, self.weight), self.module.scales
-            write_weight_(own, tensors, encoding, packing, runs, scales=rule)
+            write_weight_(own, tensors, encoding, packing, runs, scale, rule, order)
 
     def spoil(self) -> None:
         """Makes the tensors useless, and the module unusable."""
@@ -207,16 +265,19 @@ def write_weight_(
     runs: int,
     matrix_scale: Tensor | None = None,
     scales: str = "max",
+    order: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
-    in linear order or, with `runs` scales of a matrix, numbers [E, N, K], which are rounded.
+    in linear order or, with `runs` scales of a matrix, numbers, which are rounded: [E, N, K], or
+    what `order` makes that.
     """
     device, (n, k) = own[0].device, packing.padding.shape
     step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
     in_order = order_by_kernels(device, encoding, packing, runs, scales)
     for start in range(0, len(own[0]), step):
         some = slice(start, start + step)
-        parts: Sequence[Tensor] = [t[some].to(device).contiguous() for t in given]
+        panels = [t[some].to(device) for t in given]
+        parts: Sequence[Tensor] = [(order(t) if order else t).contiguous() for t in panels]
         if runs:
             scale = None if matrix_scale is None else matrix_scale[some]
             parts = rounded(parts[0], encoding, runs, scale, in_order, scales)
@@ -237,14 +298,64 @@ def order_by_kernels(
     return layout.name if whole and by_kernels(device, encoding, scales) else "linear"
 
 
-def _need_shape(name: str, found: tuple[int, ...], want: tuple[int, ...]) -> None:
+def _need_shape(
+    name: str, found: tuple[int, ...], want: tuple[int, ...], transposed: bool = False
+) -> None:
     if found != want:
+        todo = ""
+        if sorted(found) == sorted(want):
+            stored = ("[E, N, K]", "[E, K, N]")[:: -1 if transposed else 1]
+            todo = f"numbers are {stored[0]} here: transpose what is stored {stored[1]}"
+        like = "float module that this one was converted from" if transposed else "module"
         raise ShapeError(
             f"{name} is {list(found)}",
-            expected=f"{list(want)}, as the module",
-            todo="rows are out-features: transpose what is stored [E, K, N]"
-            if sorted(found) == sorted(want)
-            else "",
+            expected=f"{list(want)}, as the {like}",
+            todo=todo,
+            where=_WHERE,
+        )
+
+
+def _need_memory(name: str, own: Tensor) -> None:
+    """UnsupportedError for a parameter that is not one of one device, with values."""
+    if is_dtensor(own) or not has_values(own):
+        raise UnsupportedError(
+            f"{name}, {'a DTensor' if is_dtensor(own) else 'on the meta device'}",
+            expected="a parameter of one device",
+            todo="load_state_dict takes what is divided" if is_dtensor(own) else "load it first",
+            where=_WHERE,
+        )
+
+
+def _of_rank(place: _Place, name: str, t: Tensor) -> Tensor:
+    """This rank's part of a tensor of all experts. Raises for what is no plain tensor with
+    values.
+    """
+    is_tensor = isinstance(t, Tensor)
+    if not is_tensor or not has_values(t) or t.layout != torch.strided:
+        raise CheckpointError(
+            f"{name}, {f'{t.layout} on {t.device}' if is_tensor else f'a {type(t).__name__}'}",
+            expected="a dense tensor with values",
+            where=_WHERE,
+        )
+    if place.sharding is not None and place.sharding.adaptable and t.dim():
+        t = place.sharding.share(name.removeprefix(place.where), t)
+    if is_traceable_wrapper_subclass(t):
+        raise UnsupportedError(
+            f"{name}, a {type(t).__name__}",
+            expected="a plain tensor",
+            todo="DTensor.full_tensor() gathers what is divided",
+            where=_WHERE,
+        )
+    return t
+
+
+def _need_same(name: str, t: Tensor, own: Tensor) -> None:
+    """UnsupportedError for scales of matrices that are not those which `qat_` froze."""
+    if t.shape != own.shape or not torch.equal(t.detach().to(own), own):
+        raise UnsupportedError(
+            f"{name}, other scales than the module's",
+            expected="scales that stay",
+            todo="quantize_ the model that was trained, and pass the state dict of the result",
             where=_WHERE,
         )
 
@@ -253,10 +364,11 @@ def _places(module: nn.Module) -> dict[str, _Place]:
     """By the names of a state dict, all that an update may change."""
     found: dict[str, _Place] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
-        where = f"{name}." if name else ""
+        where, turned = f"{name}." if name else "", getattr(owner, "in_turns", False)
         for key, t in (*owner._parameters.items(), *owner._buffers.items()):
             if t is not None and key not in owner._non_persistent_buffers_set:
-                found[where + key] = _Place(owner, (key,), where)
+                bias_of = "gate_up" if turned and key == "gate_up_proj_bias" else ""
+                found[where + key] = _Place(owner, (key,), where, bias_of=bias_of)
         if isinstance(owner, PackedModule):
             for weight, keys in owner.part_names.items():
                 found |= dict.fromkeys(
@@ -268,9 +380,20 @@ def _places(module: nn.Module) -> dict[str, _Place]:
 def _checked(
     places: Mapping[str, _Place], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[_Update]:
-    """Each weight with what it gets, once all of it is there."""
+    """Each weight with what it gets, once all of it is there; biases last whose order depends on
+    what their weights get.
+    """
     waiting: dict[_Place, dict[str, Tensor]] = {}
+    biases, as_parts = dict[_Place, Tensor](), set[tuple[nn.Module, str]]()
+    fixed = {
+        place.where + place.weight + FROZEN: place.own[-1]
+        for place in places.values()
+        if place.weight and place.module.frozen_scales
+    }
     for name, t in tensors:
+        if name in fixed:
+            _need_same(name, t, fixed[name])
+            continue
         if (place := places.get(name)) is None:
             raise CheckpointError(
                 f"{name}, which the module does not have",
@@ -278,10 +401,20 @@ def _checked(
                 todo=did_you_mean(name, places),
                 where=_WHERE,
             )
+        t = _of_rank(place, name, t)
         given = waiting.setdefault(place, {})
         given[name.removeprefix(place.where)] = t
         if place.has_numbers(given) or len(given) == len(place.names):
             place.check(given)
-            yield place, waiting.pop(place)
+            if place.weight and not place.has_numbers(given):
+                as_parts.add((place.module, place.weight))
+            if place.bias_of:
+                biases[place] = waiting.pop(place)[place.names[0]].clone()
+            else:
+                yield place, waiting.pop(place)
     for place, given in waiting.items():
         place.check(given)  # raises: parts are missing
+    for place, t in biases.items():
+        stored = (place.module, place.bias_of) in as_parts
+        t = t if stored else place.module.in_own_order(place.bias_of, t)
+        yield place, {place.names[0]: t}
