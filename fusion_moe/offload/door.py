@@ -156,8 +156,16 @@ def counters(model: nn.Module) -> dict[str, Counters]:
 def learn_(model: nn.Module) -> int:
     """Changes which experts are on the device, by their uses since the last change: for replayed
     graphs, in which no Python runs. Call it between steps. Returns how many experts were copied.
+    UnsupportedError for a model without offloaded experts.
     """
-    return sum(module.learn() for module in _offloaded(model).values())
+    if not (found := _offloaded(model)):
+        raise UnsupportedError(
+            f"no offloaded experts in a {type(model).__name__}",
+            expected="at least one layer of them",
+            todo="offload_(model, max_memory) first",
+            where="learn_",
+        )
+    return sum(module.learn() for module in found.values())
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..messages.warn import log
 from ..ops import topk_router
 
 Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, E], weights [T, k], ids int64 [T, k]
@@ -31,13 +32,18 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
 
     A router is recognized by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral,
     gpt-oss, Granite-MoE or DeepSeek-V3, which many families share. Other routers are left as they
-    are.
+    are, with a warning if there are only such.
     """
     fused = []
     for name, module in model.named_modules():
         if forward := _forward_of(type(module)):
             module.forward = MethodType(forward, module)
             fused.append(name)
+    if not fused:
+        log.warning(
+            "fuse_routers_ changes nothing: no router in a %s has a forward that it knows",
+            type(model).__name__,
+        )
     return tuple(fused)
 
 

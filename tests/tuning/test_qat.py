@@ -280,6 +280,16 @@ def test_options(golden):
     golden(messages({what: partial(qat_, floats(), **given) for what, given in wrong.items()}))
 
 
+def encoded() -> nn.Module:
+    return fusion_moe.NVFP4Experts.from_float(*float_weights(E, H, I))
+
+
+def test_what_stays_is_said(caplog):
+    """Beside experts that train, those whose weights are codes."""
+    assert qat_(nn.Sequential(floats()[0], encoded())) == ["0"]
+    assert "qat_ leaves 1 as they are: their weights are codes" in caplog.text
+
+
 def test_models_that_cannot(golden):
     model, bad = floats(), floats()
     qat_(model)
@@ -290,9 +300,9 @@ def test_models_that_cannot(golden):
             {
                 "again": lambda: qat_(model),
                 "no experts": lambda: qat_(nn.Sequential(nn.Linear(4, 4))),
+                "only codes": lambda: qat_(nn.Sequential(encoded())),
                 "NaN": lambda: qat_(bad),
             }
         )
     )
     assert type(bad[0]) is Qwen3MoeExperts
-    qat_(nn.Sequential(fusion_moe.NVFP4Experts.from_float(*float_weights(E, H, I))))  # a warning

@@ -21,6 +21,8 @@ from ...encodings.search import check_rule
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
+from ...messages.units import some
+from ...messages.warn import log
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.base import rounded
 from ..frozen.packed import FROZEN, Packing, empty_parts, relayout_
@@ -28,7 +30,7 @@ from ..frozen.projections import Projections
 from ..frozen.update import order_by_kernels, write_weight_
 from .contract import ExpertsContract, contract_of
 from .converters import DECORATED, by_contract, check, without_memory
-from .quantize import Filter, chosen
+from .quantize import Filter, chosen, quantized_experts
 
 _WHERE = "qat_"
 
@@ -67,8 +69,9 @@ def qat_(
         filter_fn: filter_fn(module, name) chooses modules; None: all.
 
     Raises:
-        UnsupportedError: for a model without such experts, or whose parameters are divided already;
-            for scales that the format does not have.
+        UnsupportedError: for a model without such experts, one whose experts are all quantized
+            already (offloaded, too), or whose parameters are divided already; for scales that the
+            format does not have.
         OptionError: for an option that is not listed here.
         NonFiniteError, ShapeError: as `quantize_`.
     """
@@ -79,7 +82,9 @@ def qat_(
         raise OptionError(
             f"frozen = True with {encoding}", expected="False: matrices have no scale", where=_WHERE
         )
-    names = [name for name, *_ in chosen(model, filter_fn)]
+    names = [name for name, *_ in chosen(model, filter_fn, trained=True)]
+    if (others := [*quantized_experts(model)]) and filter_fn is None:
+        log.warning("qat_ leaves %s as they are: their weights are codes", some(others))
     for name in names:
         module = model.get_submodule(name)
         if (contract := contract_of(module)) is None or isinstance(module, RoundedExperts):
@@ -157,12 +162,12 @@ class _Rounding:
         ]
         made = by_contract(module, config, weights)
         made.scales = self.scales
+        made.frozen_scales = any(name.endswith(FROZEN) for name, _ in module.named_buffers())
         return made
 
     def prepare(self, module: nn.Module) -> None:
         """Makes the template, in the layout of the module's device."""
         self.made, self.seen = None, []
-        made.frozen_scales = any(name.endswith(FROZEN) for name, _ in module.named_buffers())
         device = module.get_parameter("down_proj").device
         made: Any = self.quantized(without_memory(module), NVFP4Config())
         wanted = options.current().target

@@ -114,9 +114,12 @@ def _unless_skipped(model: nn.Module, filter_fn: Filter | None, skip: Sequence[s
     return wanted
 
 
-def chosen(model: nn.Module, filter_fn: Filter | None, linear: bool = False) -> list[list[str]]:
+def chosen(
+    model: nn.Module, filter_fn: Filter | None, linear: bool = False, trained: bool = False
+) -> list[list[str]]:
     """The names of each module to convert, none inside of another: the outer one may depend on what
-    the inner one is. UnsupportedError if there are none and the model is not quantized already.
+    the inner one is. UnsupportedError if there are none and the model is not quantized already, or
+    is to be trained.
     """
     known: list[str] = []
     names = dict[int, list[str]]()
@@ -136,17 +139,31 @@ def chosen(model: nn.Module, filter_fn: Filter | None, linear: bool = False) -> 
             todo="fusion_moe.nn.convert(module) returns its replacement",
         )
     if not names:
-        _check_why_none(model, bool(known))
+        _check_why_none(model, bool(known), trained)
     return list(names.values())
 
 
-def _check_why_none(model: nn.Module, filtered: bool) -> None:
+def quantized_experts(model: nn.Module) -> dict[str, Projections | NVFP4GroupedLinear]:
+    """The experts of a model that are quantized already, by their names."""
+    kinds = Projections, NVFP4GroupedLinear
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
+def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
     """If nothing is to be converted: a warning for a model that is quantized already, otherwise an
     error that says why.
     """
     where, modules = type(model).__name__, dict(model.named_modules())
-    there = [m for m in modules.values() if isinstance(m, (Projections, NVFP4GroupedLinear))]
-    if there:
+    there = quantized_experts(model).values()
+    if there and trained and not filtered:
+        kinds = dict.fromkeys(f"{type(m).__name__} in {m.encoding.name}" for m in there)
+        raise UnsupportedError(
+            f"no experts but {', '.join(kinds)}",
+            expected="experts in floating point, which train",
+            todo="load the model in floating point; or train adapters, with fusion_moe.add_lora_",
+            where=where,
+        )
+    if there and not trained:
         log.warning(
             "quantize_ changes nothing: experts of this %s are in %s already%s",
             where,

@@ -85,6 +85,12 @@ def prepare_(
         need_one_of("weights", weights, WEIGHTS, where="prepare_")
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+    if not modules and not tokens:
+        log.warning(
+            "prepare_ changes nothing: no encoded weights in a %s; fusion_moe.quantize_(model) "
+            "makes them",
+            type(model).__name__,
+        )
     for name, module in modules.items():
         if weights not in (None, "packed") and isinstance(module, AdaptableModule) and module.fixed:
             raise UnsupportedError(
@@ -108,6 +114,12 @@ def prepare_(
         module.considered = True
     if weights is not None and (did := folding(modules.values())):
         log.warning("%s", did)
+    elif weights not in (None, "packed") and modules:
+        log.warning(
+            "weights = %r changes nothing: none of the weights, in %s, can be folded to FP8",
+            weights,
+            ", ".join(dict.fromkeys(m.encoding.name for m in modules.values())),
+        )
     if modules:
         native.use()
     if kept:
