@@ -4,8 +4,11 @@ their offsets are; and modules that look alike and are left alone.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from experts import copied, same_state
 from torch import Tensor, nn
 
 import fusion_moe
@@ -50,6 +53,18 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x, offsets)) * self.up(x, offsets), offsets)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_new_weights_in_names_and_order_of_the_layer(transposed, bias):
+    floats = nn.ModuleDict({"layer": Grouped(64, 64, transposed, True, bias)})
+    model = copy.deepcopy(floats)
+    fusion_moe.quantize_(model)
+    before = copied(model)
+    for tensors in (floats, *({name: t} for name, t in floats.state_dict().items())):
+        fusion_moe.update_weights_(model, tensors)
+        assert same_state(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -37,7 +37,8 @@ class GroupedContract:
         weight = _rows_out(module.get_parameter(self.weight).detach(), self.transposed)
         bias = None if self.bias is None else module.get_parameter(self.bias).detach()
         made = NVFP4GroupedLinear.from_float(weight, bias, config.activation_format, config.scales)
-        made.starts = self.starts
+        made.starts, made.transposed = self.starts, self.transposed
+        made.renamed = {self.weight: "weight"} | ({self.bias: "bias"} if self.bias else {})
         return made
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ class AdaptableModule(PackedModule):
     targets: tuple[str, ...]
     activation_format: str
     # how the module that this one was converted from stores floats: as [E, K, N]; with rows of gate
-    # and up that alternate
+    # and up that alternate; under names of its own, for which these are this module's
     transposed = False
     in_turns = False
+    renamed: Mapping[str, str] = MappingProxyType({})
     weights = "packed"
     folded_from = 0
     fixed = ""

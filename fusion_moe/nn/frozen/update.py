@@ -374,6 +374,9 @@ def _places(module: nn.Module) -> dict[str, _Place]:
                 found |= dict.fromkeys(
                     (where + key for key in keys), _Place(owner, keys, where, weight)
                 )
+        if isinstance(owner, AdaptableModule):
+            others = {where + name: found[where + key] for name, key in owner.renamed.items()}
+            found = others | found
     return found
 
 
@@ -402,8 +405,8 @@ def _checked(
                 where=_WHERE,
             )
         t = _of_rank(place, name, t)
-        given = waiting.setdefault(place, {})
-        given[name.removeprefix(place.where)] = t
+        given, key = waiting.setdefault(place, {}), name.removeprefix(place.where)
+        given[key if key in place.names else place.names[0]] = t
         if place.has_numbers(given) or len(given) == len(place.names):
             place.check(given)
             if place.weight and not place.has_numbers(given):
