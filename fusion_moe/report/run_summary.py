@@ -31,7 +31,8 @@ def facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "time", f"{duration(run.seconds)}{ranks}"
     if run.step:
         spread = f"{duration(min(run.steps))} to {duration(max(run.steps))}"
-        yield "steps", f"{run.stepped:,}, the median takes {duration(run.step)}; {spread}"
+        median = "" if run.void else f", the median takes {duration(run.step)}"
+        yield "steps", f"{run.stepped:,}{median}; {spread}"
     yield "counted", f"{count(run.depth, 'layer')}, {count(run.rows, 'row')} of experts"
     if run.layers:
         worst = max(run.layers, key=lambda layer: layer.imbalance)

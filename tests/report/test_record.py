@@ -369,6 +369,10 @@ def test_a_busy_machine_voids_times(run):
         words, page = " ".join(str(of).split()), _saved(of, ".html")
         said = "times are void: this machine was busy: other programs took the CPU away 8 times"
         assert (said in words, said in page, spread in words, spread in page) == (void,) * 4
+        median = f"<strong>{duration(of.data.step)}</strong>"  # the page's largest numbers
+        assert (median in page, "the median takes" in words, "nothing ran</span>" in page) == (
+            (not void,) * 3
+        )
         assert (f" x {kernel.bound}" in words, f" x {kernel.bound}" in page) == (not void,) * 2
         verdicts = {said for *_, said in quiet.compare(of).changes if said}
         assert verdicts == {"times are void" if void else "1x as fast"}
