@@ -137,6 +137,8 @@ $(VENV)/.ready-base: pyproject.toml constraints.txt constraints-base.txt
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1 || [ "$$($(BIN)/python -c "$$version")" != "$$($(PYTHON) -c "$$version")" ]; then \
 	    echo "creating $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv --clear $(VENV); fi
 	$(PIP) 'pip>=22.3'
+	@$(BIN)/python tools/build_kernels.py    # before pip, which would not show it
+	@echo 'installing torch, transformers and this library into $(VENV): one to ten minutes, by the network'
 ifneq ($(TORCH_INDEX),)
 	$(PIP) --no-deps --index-url $(TORCH_INDEX) torch
 endif
@@ -144,6 +146,7 @@ endif
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-base
+	@echo 'installing what tests need into $(VENV) ($(TEST_EXTRAS)): some minutes'
 	$(PIP) -e '.[models,$(TEST_EXTRAS)]'
 	@touch $@
 
@@ -157,6 +160,8 @@ $(VENV)/.ready-docs: $(VENV)/.ready-base
 
 # Its venv is created by $(WHY_NOT).
 $(VENV_FULL)/.ready-full: pyproject.toml constraints.txt constraints-full.txt
+	@$(FULL)/python tools/build_kernels.py
+	@echo 'installing torch, nvFuser and thunder into $(VENV_FULL): 8 GB, ten minutes or more'
 	$(PIP_FULL) 'pip>=22.3'
 	$(PIP_FULL) -e '.[models,test,nvfuser,thunder]'
 	@touch $@

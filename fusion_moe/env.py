@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import __version__, backends, options, plugins, target
+from .backends.cpu import readers
 from .backends.cuda.heuristics import check_variant
 from .errors import OptionError
 from .plugins import Package
@@ -100,6 +101,7 @@ def environment() -> Environment:
         *_tiers(),
         _numa(),
         _compiler(),
+        _prebuilt(),
         _native(),
         _gpu(),
         _nvrtc(),
@@ -190,6 +192,22 @@ def _compiler() -> Check:
     return Check(
         "C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}"
     )
+
+
+def _prebuilt() -> Check:
+    """Products that came with the package, for this CPU: those of a wheel that was built without a
+    compiler are none.
+    """
+    tier = _tier()
+    files = [readers.library_source(tier, encoding).came_with() for encoding in readers.BUILT_IN]
+    came = sum(file is not None and file.is_file() for file in files)
+    if came == len(files):
+        return Check("prebuilt products", True, f"{came}, for {tier}")
+    found = f"{came} of {len(files)} for {tier} came with this installation"
+    if build.find_compiler():
+        return Check("prebuilt products", False, f"{found}; others are compiled when first used")
+    todo = "install a C++ compiler, or a wheel that was built with one"
+    return Check("prebuilt products", False, f"{found}: plain torch computes others", todo)
 
 
 def _native() -> Check:

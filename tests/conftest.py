@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+ABOUT = 9_700  # tests of the base lane, within a tenth: tests/tools/test_number.py
 GOLDEN = TESTS / "golden"
 # Folders of tests that depend on no version of torch, or that the newest is enough for: the full
 # lane runs none of them but for what needs nvFuser or thunder.
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     else:
         config.pluginmanager.register(_StaleGoldens(config), "stale-goldens")
+        config.pluginmanager.register(_HowLong(config), "how-long")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -241,6 +244,33 @@ def _stem(nodeid: str, config: pytest.Config) -> Path:
     return GOLDEN / folder / re.sub(r"[^\w.,=+\[\]-]", "-", test.replace("::", "."))
 
 
+class _HowLong:
+    """Says first how many tests a run of all has, and how long the last one took here, which it
+    remembers in pytest's cache.
+    """
+
+    def __init__(self, config: pytest.Config):
+        self.config, self.begun, self.ran = config, time.monotonic(), 0
+        lane = "full" if importlib.util.find_spec("nvfuser_direct") else "base"
+        self.key = f"fusion_moe/{lane}"
+
+    def pytest_report_header(self) -> str:
+        if not all_asked_for(self.config):
+            return ""
+        if last := self.config.cache.get(self.key, None):
+            return f"{last['tests']:,} tests: the last run here took {last['minutes']:.0f} minutes"
+        lane = f"about {ABOUT:,} tests" if self.key.endswith("base") else "all tests"
+        return f"{lane}, most of whose time compilers take; no run of all of them was timed here"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.ran += report.when == "setup"
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus in (0, 1) and all_asked_for(self.config) and self.ran:
+            minutes = (time.monotonic() - self.begun) / 60
+            self.config.cache.set(self.key, {"tests": self.ran, "minutes": minutes})
+
+
 class _StaleGoldens:
     """Fails a run of all tests when a golden was read by none of them. A skipped test keeps its
     goldens.
@@ -262,7 +292,7 @@ class _StaleGoldens:
             self.skipped.append(_stem(report.nodeid, self.config))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus != 0 or not self._ran_all():
+        if exitstatus != 0 or not all_asked_for(self.config):
             return
         self.stale = sorted(
             path
@@ -296,20 +326,21 @@ class _StaleGoldens:
             for stem in self.skipped
         )
 
-    def _ran_all(self) -> bool:
-        narrowing = (
-            "keyword",
-            "markexpr",
-            "deselect",
-            "ignore",
-            "ignore_glob",
-            "lf",
-            "stepwise",
-            "collectonly",
-        )
-        if any(getattr(self.config.option, name, None) for name in narrowing):
-            return False
-        return any(
-            TESTS.is_relative_to((self.config.invocation_params.dir / arg).resolve())
-            for arg in self.config.args
-        )
+
+def all_asked_for(config: pytest.Config) -> bool:
+    """Whether no test is left out by the command line."""
+    narrowing = (
+        "keyword",
+        "markexpr",
+        "deselect",
+        "ignore",
+        "ignore_glob",
+        "lf",
+        "stepwise",
+        "collectonly",
+    )
+    if any(getattr(config.option, name, None) for name in narrowing):
+        return False
+    return any(
+        TESTS.is_relative_to((config.invocation_params.dir / arg).resolve()) for arg in config.args
+    )

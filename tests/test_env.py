@@ -60,6 +60,18 @@ def test_a_cache_folder_that_is_not_used(tmp_path):
     assert cache.todo == "set FUSION_MOE_CACHE_DIR to another folder"
 
 
+def test_an_installation_without_kernels(monkeypatch, tmp_path):
+    """As of a wheel that was built without a compiler."""
+    monkeypatch.setattr(env.readers, "SHIPPED", tmp_path)
+    for compiler, said in ((object(), "compiled when first used"), (None, "plain torch computes")):
+        monkeypatch.setattr(env.build, "find_compiler", lambda found=compiler: found)
+        check = env._prebuilt()
+        assert not check.there
+        assert check.found.startswith("0 of 6 for ")
+        assert said in check.found
+        assert bool(check.todo) == (compiler is None)
+
+
 def test_what_is_said_is_what_is_there():
     found = env.environment()
     assert found.versions["fusion_moe"] == fusion_moe.__version__

@@ -51,11 +51,14 @@ def run(*command: object, cwd: Path = Path("/"), **environment: str) -> str:
     return done.stdout
 
 
-def build(target: str, folder: Path, source: Path = REPO, compiler: str = "") -> Path:
+def build(
+    target: str, folder: Path, source: Path = REPO, compiler: str = "", kernels: str = ""
+) -> Path:
     """The wheel, the editable wheel or the sdist, built as pip would, without the network.
-    compiler: what makes the CPU's kernels.
+    compiler: what makes the CPU's kernels; kernels: for which CPUs.
     """
     environment = {"CXX": compiler} if compiler else {"HATCH_BUILD_NO_HOOKS": "true"}
+    environment |= {"KERNELS_FOR": kernels}
     run(
         sys.executable,
         "-m",
@@ -148,16 +151,47 @@ def test_pip_gets_metadata_without_compiling(source, tmp_path):
     assert "\nRequires-Dist: torch" in (tmp_path / said[0] / "METADATA").read_text()
 
 
-def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
+@pytest.fixture
+def compiler(tmp_path: Path) -> str:
+    """A stand-in, which makes empty files."""
+    program = tmp_path / "compiler"
+    program.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nfor last; do :; done\ntouch "$last"\n'
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("target", ["wheel", "wheel:editable"])
+def test_an_install_brings_the_kernels_of_its_own_cpu(target, source, compiler, tmp_path):
+    """Of its best tier, of which there is one for each encoding; others are compiled on demand."""
+    shutil.copytree(source, copied := tmp_path / "copy")
+    build(target, tmp_path / "wheel", copied, compiler)
+    shipped = {path.name for path in (copied / "fusion_moe/backends/cpu/shipped").iterdir()}
+    assert shipped == {
+        readers.library_source(isa.available()[0], encoding).came_with().name
+        for encoding in readers.BUILT_IN
+    }
+
+
+def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path):
+    """As `make` has it, without any package. Without a compiler it says what follows."""
+    shutil.copytree(source, copied := tmp_path / "copy")
+    program = [sys.executable, "-S", "tools/build_kernels.py"]
+    for cxx, said in (
+        (compiler, f"compiling the CPU's kernels: {len(readers.BUILT_IN)} files for "),
+        ("/nothing/compiles", "no kernels for the CPU: no C++ compiler"),
+    ):
+        environment = {**os.environ, "CXX": cxx}
+        done = subprocess.run(program, cwd=copied, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.startswith(said)) == (0, True), done.stderr
+
+
+def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(source, compiler, tmp_path):
     """Those that this machine looks for among them; and its tag says for which machines it is.
     Nothing compiles them here but a stand-in.
     """
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nfor last; do :; done\ntouch "$last"\n'
-    )
-    compiler.chmod(0o755)
-    wheel = build("wheel", tmp_path / "wheel", source, compiler=str(compiler))
+    wheel = build("wheel", tmp_path / "wheel", source, compiler, "all")
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
     assert shipped >= {
         readers.library_source(tier, encoding).came_with().name

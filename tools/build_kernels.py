@@ -1,9 +1,13 @@
-"""Hatchling's hook that builds the CPU's fixed kernels into the wheel:
-fusion_moe/backends/cpu/shipped/.
+"""Builds the CPU's fixed kernels into fusion_moe/backends/cpu/shipped/: Hatchling's hook for wheels
+and editable installs, and a program that says what it does, which pip would hide.
 
-A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture,
-an editable install for this CPU alone. Without a C++ compiler it gets none, and is pure Python: a
-compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+    python tools/build_kernels.py     # needs no package; the hook then finds them there
+
+An install gets them for each built-in encoding of weights and the best kind of this CPU; others are
+compiled when they are first used. What is distributed has every kind of CPU of the architecture:
+where cibuildwheel runs, or with KERNELS_FOR=all. Without a C++ compiler there are none, and the
+wheel is pure Python: a compiler at the user's then builds them at first use.
+HATCH_BUILD_NO_HOOKS=true leaves them out too.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ import os
 import sys
 import sysconfig
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a program
+    BuildHookInterface = object
 
 # What CPUs have beyond their tier, as runtime/isa.py names it: kernels use it where it is.
 CPUS = {
@@ -29,45 +37,66 @@ CPUS = {
 }
 
 
+SECONDS = 4  # of a core, for a file
+
+
 class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        build, isa, readers, messages = _modules(Path(self.root))
-        if build.find_compiler() is None or sys.platform != "linux":
-            self.app.display_warning("no C++ compiler for the CPU's kernels: the package gets none")
-            return
-        if version == "editable":
-            wanted = [(tier, isa.features()) for tier in isa.available()]
-        else:
-            wanted = [
-                (tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]
-            ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            libraries = [
-                (readers.library_source(tier, encoding), having)
-                for tier, having in wanted
-                for encoding in readers.BUILT_IN
-            ]
-            what = "compiling the CPU's kernels"
-            self.app.display_info(f"{what}: {len(libraries)} files")
-            done = pool.map(partial(self._ship, build), *zip(*libraries, strict=True))
-            made = set(messages.progress(done, what, len(libraries)))
-        for old in set(readers.SHIPPED.glob("*.so")) - made:
-            old.unlink(missing_ok=True)
-        build_data["pure_python"] = False
-        build_data["tag"] = (
-            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        )
+        if compile_all(Path(self.root), self.app.display_info, self.app.display_warning):
+            build_data["pure_python"] = False
+            build_data["tag"] = (
+                f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            )
 
-    def _ship(self, build: Any, source: Any, having: Any) -> Path | None:
-        """None, and a warning, for instructions that the compiler does not know: the package does
-        without.
-        """
-        path = source.came_with(having)
-        try:
-            return path if path.is_file() else build.ship(source, having)
-        except build.BuildError as error:
-            self.app.display_warning(f"no kernels for CPUs of the tier {source.tier}: {error}")
-            return None
+
+def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str], object]) -> bool:
+    """Compiles what is wanted and not there, and removes what is there and not wanted. False
+    without a compiler.
+    """
+    build, isa, readers, messages = _modules(root)
+    if build.find_compiler() is None or sys.platform != "linux":
+        warn(
+            f"no kernels for the CPU: {build.why_no_compiler()}. What this builds computes in "
+            "plain torch, slowly, until there is one; python -m fusion_moe.env says so"
+        )
+        return False
+    if os.environ.get("KERNELS_FOR") == "all" or "CIBUILDWHEEL" in os.environ:
+        wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
+    else:
+        wanted = [(isa.available()[0], isa.features())]
+    libraries = [
+        (readers.library_source(tier, encoding), having)
+        for tier, having in wanted
+        for encoding in readers.BUILT_IN
+    ]
+    missing = sum(not source.came_with(having).is_file() for source, having in libraries)
+    what = "compiling the CPU's kernels"
+    if missing:
+        tiers = ", ".join(dict.fromkeys(tier for tier, _ in wanted))
+        info(f"{what}: {missing} files for {tiers}, about {_minutes(missing)} on idle cores")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(partial(_ship, build, warn), *zip(*libraries, strict=True))
+        made = set(messages.progress(done, what, len(libraries)))
+    for old in set(readers.SHIPPED.glob("*.so")) - made:
+        old.unlink(missing_ok=True)
+    return True
+
+
+def _ship(build: Any, warn: Callable[[str], object], source: Any, having: Any) -> Path | None:
+    """None, and a warning, for instructions that the compiler does not know: the package does
+    without.
+    """
+    path = source.came_with(having)
+    try:
+        return path if path.is_file() else build.ship(source, having)
+    except build.BuildError as error:
+        warn(f"no kernels for CPUs of the tier {source.tier}: {error}")
+        return None
+
+
+def _minutes(files: int) -> str:
+    seconds = files * SECONDS / (os.cpu_count() or 1)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _runs_here(tier: str) -> bool:
@@ -86,3 +115,8 @@ def _modules(root: Path) -> tuple[Any, ...]:
         for name in ("runtime.build", "runtime.isa", "backends.cpu.readers", "messages.progress")
     )
     return tuple(modules)
+
+
+if __name__ == "__main__":
+    say = partial(print, file=sys.stderr, flush=True)
+    compile_all(Path(__file__).resolve().parents[1], say, say)
