@@ -12,7 +12,8 @@ from ..errors import UnsupportedError
 from .headers import shown
 from .integers import Packing
 
-# for each method an entry of its configuration, and the values that it may have
+# for each method an entry of its configuration, with those around it, and the values that it may
+# have
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "modelopt": (
         "quant_algo",
@@ -43,6 +44,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         "packing_format",
         ("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq"),
     ),
+    "quark": ("global_quant_config.weight.dtype", ("fp4", "fp8_e4m3", "None")),
     "bitsandbytes": ("bnb_4bit_quant_type", ("nf4",)),
 }
 _SPELLINGS = {
@@ -75,7 +77,9 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
             where=where,
         )
     key, values = METHODS[str(method)]
-    value = quantization.get(key)
+    value: Any = quantization
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else value
     if str(value).lower() not in [known.lower() for known in values]:
         known = ", ".join(known for known in values if known != "None")
         raise UnsupportedError(f"{key} {shown(value)}", expected=f"one of {known}", where=where)

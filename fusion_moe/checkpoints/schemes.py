@@ -162,7 +162,8 @@ class Scheme:
 
     encoding: None for those whose encoding follows from their shapes (`fp8.py`, `integers.py`).
     fused: a tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The
-    first part holds the elements. fixed: tensors that may be there too.
+    first part holds the elements. fixed: tensors that may be there too; without: the suffix of one
+    that other schemes have beside such parts.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Scheme:
     parts: tuple[StoredPart, ...]
     fused: bool = False
     fixed: tuple[Fixed, ...] = field(default=(), compare=False)
+    without: str = ""
 
     @property
     def eight_bits(self) -> bool:
@@ -259,6 +261,15 @@ PACKED_MXFP4 = Scheme(
         StoredPart("block_scale", ".weight_scale", _E8M0, view=torch.float8_e8m0fnu),
     ),
 )
+QUARK_MXFP4 = Scheme(
+    "Quark MXFP4",
+    MXFP4,
+    (
+        StoredPart("codes", ".weight", _U8),
+        StoredPart("block_scale", ".weight_scale", _E8M0, view=torch.float8_e8m0fnu),
+    ),
+    without=".weight_scale_2",
+)
 _INT32 = (torch.int32,)
 MXFP4_FUSED = Scheme(
     "MXFP4",
@@ -333,6 +344,7 @@ SCHEMES: tuple[Scheme, ...] = (
     FP8,
     PACKED_NVFP4,
     PACKED_MXFP4,
+    QUARK_MXFP4,
     PACKED_WITH_ZEROS,
     PACKED_INT4,
     QWEIGHT,

@@ -133,7 +133,8 @@ def stored_weights(
     weights: dict[str, StoredWeight] = {}
     for scheme, by_name in candidates:
         for name, entries in by_name.items():
-            if len(entries) < len(scheme.parts):
+            other = scheme.without and name + scheme.without in tensors
+            if len(entries) < len(scheme.parts) or other:
                 continue
             if name in weights and {*entries.values()} <= {*weights[name].entries.values()}:
                 continue  # without zero points, which are there

@@ -231,6 +231,8 @@ REFUSED = [
     {"quant_method": "bitsandbytes"},
     {"quant_method": "gguf"},
     {"quant_method": "quanto"},
+    {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e3m2"}}},
+    {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "int4"}]}},
     {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     {"quant_method": "modelopt"},
     {"bits": 4},

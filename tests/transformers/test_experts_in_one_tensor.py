@@ -21,6 +21,7 @@ from test_schemes_together import (
     CT,
     MIXED,
     MODELOPT,
+    QUARK,
     QWEN,
     assert_loads,
     e2m1,
@@ -29,6 +30,7 @@ from test_schemes_together import (
     int4,
     mxfp4,
     pair,
+    quark,
 )
 from torch import Tensor
 from transformers import Qwen3MoeConfig
@@ -108,6 +110,7 @@ ENCODINGS = {
     "NVFP4 of compressed-tensors": (COMPRESSED, CT, QWEN),
     "MXFP4": (BLOCKS, mxfp4, QWEN),
     "MXFP4 of compressed-tensors": (COMPRESSED, packed_mxfp4, QWEN),
+    "MXFP4 of Quark": (QUARK, quark, QWEN),
     "INT4": (COMPRESSED, int4(), QWEN),
     "FP8": (MIXED, fp8("weight_scale", lambda n, k: ()), QWEN),
     "FP8 of rows": (MIXED, fp8("weight_scale", lambda n, k: (n, 1)), QWEN),

@@ -79,6 +79,13 @@ PUBLISHED = {
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+QUARK = {
+    "quant_method": "quark",
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    "global_quant_config": {
+        "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    },
+}
 # a name, N and K -> tensors, and the weight that they mean
 Encode = Callable[[str, int, int], tuple[dict[str, Tensor], Tensor]]
 
@@ -108,6 +115,13 @@ def mxfp4(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
     scale = (2.0 ** torch.randint(-5, -2, (n, k // 32))).to(torch.float8_e8m0fnu)
     codes, values = e2m1(n, k, scale)
     return {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": scale}, values
+
+
+def quark(name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    """MXFP4 of AMD's Quark, with scales as bytes."""
+    tensors, values = mxfp4(name, n, k)
+    codes, scale = (t.view(torch.uint8) for t in tensors.values())
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, values
 
 
 def int4(dtype: torch.dtype = torch.bfloat16) -> Encode:
@@ -336,6 +350,20 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
         load_file(tmp_path / name / "model.safetensors") for name in ("encoded", "saved")
     )
     assert {name: t.shape for name, t in want.items()} == {n: t.shape for n, t in again.items()}
+
+
+def test_mxfp4_of_quark(tmp_path):
+    """With attention in it too, and as ModelOpt's form and its own write it again."""
+    encoded, plain = pair(tmp_path, QWEN, QUARK, {r"\.experts\.|self_attn": quark})
+    model = assert_loads(encoded, plain)
+    model.save_pretrained(tmp_path / "saved")
+    assert_loads(tmp_path / "saved", plain)
+    before, after = (
+        load_file(where / "model.safetensors") for where in (encoded, tmp_path / "saved")
+    )
+    assert all(same_bytes(after[name], t) for name, t in before.items() if t.dtype == torch.uint8)
+    for to in ("modelopt", "compressed-tensors", "dense"):
+        assert_loads(convert(encoded, tmp_path / to, to), plain)
 
 
 def test_layers_of_one_name_in_several_schemes(tmp_path):
