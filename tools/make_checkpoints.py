@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "deepseek_v3": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

@@ -134,10 +134,10 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
 
 def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, Blocks]]:
     """The tensors under their names in safetensors, those of experts one by one. Scales of
-    activations are left out.
+    activations, and layers for multi-token prediction, are left out.
     """
     for name, blocks in tensors.items():
-        if name.endswith(".input_scale"):
+        if model.left_out(name):
             continue
         if (experts := model.experts_at(name)) is None:
             new = model.name_of(name, str(blocks.file))

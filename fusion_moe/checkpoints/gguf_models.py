@@ -17,6 +17,7 @@ from .headers import shown
 Shapes = Mapping[str, tuple[int, ...]]
 
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)(?P<suffix>\.\w+)?")
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = {"gate": (0,), "up": (1,), "down": (2,), "gate_up": (0, 1)}
 _OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
@@ -52,6 +53,7 @@ _FLOATS = (
     "rope.scaling.factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    "expert_weights_scale",
 )
 _ROPE = {
     "factor": "factor",
@@ -65,7 +67,10 @@ _ROPE = {
 class Family:
     """What differs between architectures. layer: names of a layer's tensors, beside the usual;
     experts, size: the entries of config.json for the number of experts, and for their inner size;
-    in_turns: whether rows of q and k that rotate together lie side by side.
+    in_turns: whether rows of q and k that rotate together lie side by side; dense: the entry of
+    config.json for the number of layers before those with experts; optional: entries that files may
+    leave out, with what holds then; present: entries that say whether a tensor is there; partial:
+    whether config.json says which part of a head rotates.
     """
 
     model_type: str
@@ -79,6 +84,10 @@ class Family:
     block: str = "mlp"
     projections: tuple[str, ...] = _PROJECTIONS
     in_turns: bool = False
+    dense: str = ""
+    optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    present: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
 
 
 FAMILIES = {
@@ -118,6 +127,38 @@ FAMILIES = {
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
+    "glm4moe": Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        layer={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate": "mlp.gate_proj",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        entries={
+            "intermediate_size": "feed_forward_length",
+            "n_shared_experts": "expert_shared_count",
+        },
+        dense="first_k_dense_replace",
+        optional={
+            "routed_scaling_factor": ("expert_weights_scale", 1.0),
+            "norm_topk_prob": ("expert_weights_norm", True),
+            "n_group": ("expert_group_count", 1),
+            "topk_group": ("expert_group_used_count", 1),
+        },
+        present={
+            "use_qk_norm": "blk.0.attn_q_norm.weight",
+            "attention_bias": "blk.0.attn_q.bias",
+        },
+        partial=True,
+    ),
     "gpt-oss": Family(
         "gpt_oss",
         "GptOssForCausalLM",
@@ -153,6 +194,13 @@ class Model:
             block, names = self.family.block, self.family.projections
         base = f"model.layers.{layer}.{block}.experts.*"
         return [f"{base}.{names[i]}" for i in _EXPERTS[found[1]]], suffix
+
+    def left_out(self, name: str) -> bool:
+        """Whether a tensor is of a layer for multi-token prediction, or a scale of activations."""
+        layers = self.config["num_hidden_layers"] if self.family else None
+        block = _BLOCK.match(name)
+        further = block is not None and layers is not None and int(block[1]) >= layers
+        return further or name.endswith(".input_scale")
 
     def name_of(self, name: str, where: str) -> str:
         """The name of any other tensor. UnsupportedError for one that the architecture does not
@@ -197,6 +245,8 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     def entry(key: str, usual: Any = None) -> int | float:
         value: Any = metadata.get(f"{architecture}.{key}", usual)
         kind = float if key in _FLOATS else int
+        if type(value) is bool and type(usual) is bool:
+            return value
         if type(value) is not kind or not 0 < value < math.inf:
             noun = "number" if kind is float else "whole number"
             raise CheckpointError(
@@ -216,6 +266,18 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     config: dict[str, Any] = {
         key: entry(its) for key, its in {**_ENTRIES, **family.entries}.items()
     }
+    # layers for multi-token prediction follow
+    further: Any = metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    if type(further) is not int or not 0 <= further < config["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{architecture}.nextn_predict_layers is {shown(further)}",
+            expected=f"fewer than {config['num_hidden_layers']}, all layers",
+            where=where,
+        )
+    config["num_hidden_layers"] -= further
+    first = 0
+    if family.dense:
+        first = config[family.dense] = int(entry("leading_dense_block_count"))
     last = f"blk.{config['num_hidden_layers'] - 1}."
     if not any(name.startswith(last) for name in shapes):
         raise CheckpointError(f"no {last}*", expected="all tensors of a model", where=where)
@@ -226,8 +288,10 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         )
     config |= {
         family.experts: entry("expert_count"),
-        family.size: size("blk.0.ffn_down_exps.weight", -1),
+        family.size: size(f"blk.{first}.ffn_down_exps.weight", -1),
         "head_dim": rows // heads,
+        **{key: entry(its, usual) for key, (its, usual) in family.optional.items()},
+        **{key: name in shapes for key, name in family.present.items()},
         "vocab_size": size("token_embd.weight", 0),
     }
     if "blk.0.ffn_down_shexp.weight" in shapes:
@@ -236,13 +300,17 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    rope = _rope(metadata, architecture, family, entry, where)
+    if family.partial:
+        rotates = entry("rope.dimension_count", config["head_dim"])
+        rope["partial_rotary_factor"] = rotates / config["head_dim"]
     config = {
         "model_type": family.model_type,
         "architectures": [family.architecture],
         "dtype": "bfloat16",
         **config,
         **family.fixed,
-        "rope_parameters": _rope(metadata, architecture, family, entry, where),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in shapes,
         **{key: value for key, value in ids.items() if isinstance(value, int)},
     }

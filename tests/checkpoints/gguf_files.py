@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
+    "glm4_moe": "glm4moe",
 }
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -36,6 +37,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 256, "norm_topk_prob": True},
     "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
     "minimax_m2": {"rotary_dim": 32},
+    "glm4_moe": {
+        "moe_intermediate_size": 256,
+        "intermediate_size": 512,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 2.5,
+        "num_hidden_layers": 3,
+    },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 _FLOATS = re.compile(r"\.(gate|router|shared_expert_gate)\.|_proj_bias")
@@ -58,18 +68,19 @@ def write_gguf(
     others: str = "F32",
     split: int = 0,
     without: tuple[str, ...] = (),
+    further: int = 0,
     **add: Any,
 ) -> Path:
     """Writes a random model, with these types of ggml for matrices of experts, and for all others
     but the routers. split: after how many tensors, 0 for one file; without: those that are left
-    out; add: further ones.
+    out; further: layers for multi-token prediction that the metadata says; add: other tensors.
     """
     import gguf
 
     config, tensors = _written(family)
     architecture = ARCHITECTURES[family]
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
-    _add_metadata(writer, config)
+    _add_metadata(writer, config, further)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
     for name, t in tensors.items():
@@ -187,10 +198,10 @@ def _stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     return stacked
 
 
-def _add_metadata(writer: Any, config: Any) -> None:
+def _add_metadata(writer: Any, config: Any, further: int = 0) -> None:
     import gguf
 
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -208,7 +219,8 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
-    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    writer.add_expert_count(experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(
         getattr(config, "moe_intermediate_size", config.intermediate_size)
@@ -221,5 +233,12 @@ def _add_metadata(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rotary := getattr(config, "rotary_dim", None):
         writer.add_rope_dimension_count(rotary)
+    if config.model_type == "glm4_moe":
+        writer.add_rope_dimension_count(SIZES["head_dim"] // 2)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(further)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

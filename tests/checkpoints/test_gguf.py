@@ -87,8 +87,30 @@ def test_a_model_computes_what_the_file_means(family: str, tmp_path: Path) -> No
     assert not info["unexpected_keys"]
     want = rounded_model(family, "MXFP4", "Q8_0")
     assert type(model) is type(want)
-    assert model.model.layers[0].mlp.experts.encoding is MXFP4
+    assert model.model.layers[-1].mlp.experts.encoding is MXFP4
     torch.testing.assert_close(model(PROMPT).logits, want(PROMPT).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.judges("gguf")
+def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """The last layers of a file, whose other tensors have names of their own."""
+    whole = Directory.open(write_gguf(tmp_path / "whole.gguf", "glm4_moe"))
+    added = {"blk.3.nextn.eh_proj.weight": [[0.0] * 4], "blk.3.attn_norm.weight": [0.0] * 256}
+    more = write_gguf(tmp_path / "more.gguf", "glm4_moe", further=1, **added)
+    directory = Directory.open(more)
+    assert (directory.config, directory.tensors.keys()) == (whole.config, whole.tensors.keys())
+    for count in (-1, 4):
+        with pytest.raises(CheckpointError, match="nextn_predict_layers is .*; expected fewer"):
+            Directory.open(_with_further(more, tmp_path / "changed.gguf", count))
+
+
+def _with_further(file: Path, to: Path, count: int) -> Path:
+    key = b"nextn_predict_layers" + struct.pack("<I", 4)
+    there = file.read_bytes().index(key) + len(key)
+    data = bytearray(file.read_bytes())
+    data[there : there + 4] = struct.pack("<i", count)
+    to.write_bytes(data)
+    return to
 
 
 @pytest.mark.judges("gguf")
