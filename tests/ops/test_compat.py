@@ -341,6 +341,35 @@ def test_the_name_with_an_unknown_format(clean):
     assert compat.NAME not in torch._C._dispatch_get_all_op_names()
 
 
+def nine(x: Tensor, fp4: Tensor, scale: Tensor, decode: Tensor, *of: Tensor) -> Tensor:
+    """The call of thunder 0.2.6: weights as they are stored, and strides that nothing reads."""
+    strides = torch.full((len(decode),), 64, dtype=torch.int32)
+    return theirs(x, fp4.transpose(1, 2), scale, decode, strides, strides, *of)
+
+
+@pytest.mark.parametrize(("count", "call"), [(7, theirs), (9, nine)])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_the_name_has_the_derivative_with_each_signature(compile, count, call, clean):
+    compat.register_nvf_cutlass(arguments=count)
+    args, found = arguments(), []
+    for f in (OURS, compiled(call) if compile else call):
+        x = args[0].clone().requires_grad_()
+        y = f(x, *args[1:])
+        y.float().square().sum().backward()
+        found.append((y.detach(), x.grad))
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1].equal(found[1][1])
+    assert found[0][1].any()
+
+
+def test_the_signature_is_that_of_who_had_the_name(clean):
+    compat.register_nvf_cutlass(arguments=9)
+    compat.register_nvf_cutlass()
+    assert nine(*arguments()).equal(OURS(*arguments()))
+    with pytest.raises(OptionError, match="arguments = 8; expected 7, 9 or 0"):
+        compat.register_nvf_cutlass(arguments=8)
+
+
 def test_a_later_one_is_not_fused_as_ours(clean):
     compat.register_nvf_cutlass()
     others()
