@@ -131,7 +131,8 @@ def grouped_mm(
         weight_format: the encoding of the weight: "nvfp4", "mxfp4", "int4" or any other of
             `fusion_moe.encodings`; "bf16", "f16", "f32" or "f64" for numbers.
         weight_layout: the order of the weight's bytes: "linear"; "w16x64", as
-            `fusion_moe.prepare_` makes it; or "sf128x4", for block scales only.
+            `fusion_moe.prepare_` makes it; "sf128x4", for block scales only; or any other of
+            `fusion_moe.layouts`.
         activation_format: "bf16": rows as they come in. "nvfp4": rows are quantized too (compute
             capability 10.0 only). "int8": rows and weights of nvfp4 or mxfp4 are rounded to
             integers in blocks of 256 columns (CPUs only). "mxfp8" or "mxfp8_wgrad_bf16", for float

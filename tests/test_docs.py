@@ -48,6 +48,7 @@ RUN = {
         "extend/backends.md",
         "extend/converters.md",
         "extend/encodings.md",
+        "extend/layouts.md",
     ),
     "cuda": ("guides/cuda_graphs.md",),
 }

@@ -5,15 +5,38 @@ linear    row-major
 sf128x4   block scales as compute capability 10.0 reads them
 w16x64    weights as the CUDA kernels read them
 
-`Padding` is applied first to weights that are not whole tiles.
+One of your own: `Tiled`, and `register`. `Padding` is applied first to weights that are not whole
+tiles.
 """
 
+from ..errors import OptionError
 from .layout import LINEAR, Layout, Linear, TensorLayout
+from .order import Order
 from .padding import Padding
 from .sf128x4 import SF128X4, SF128x4
+from .tiled import Tiled
 from .w16x64 import W16X64, W16x64
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (LINEAR, SF128X4, W16X64)}
+
+
+def register(layout: Tiled) -> Tiled:
+    """Registers a layout by its name, for types, operations and kernels. OptionError if another
+    one has the name.
+    """
+    if LAYOUTS.setdefault(layout.name, layout) != layout:
+        raise OptionError(
+            f"another layout called {layout.name!r}",
+            expected="an unused name",
+            todo="unregister it first",
+        )
+    return layout
+
+
+def unregister(name: str) -> None:
+    """Undoes `register`."""
+    LAYOUTS.pop(name, None)
+
 
 __all__ = [
     "LAYOUTS",
@@ -22,8 +45,12 @@ __all__ = [
     "W16X64",
     "Layout",
     "Linear",
+    "Order",
     "Padding",
     "SF128x4",
     "TensorLayout",
+    "Tiled",
     "W16x64",
+    "register",
+    "unregister",
 ]

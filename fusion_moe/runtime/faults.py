@@ -59,6 +59,11 @@ _FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
     7: _Fault(
         "places[{place}] = {value}", "the index of an expert here, or -1 for one that is elsewhere"
     ),
+    8: _Fault(
+        "group {place} of {value} rows does not fit offsets, problem_sizes and blockscale_offsets",
+        "one partition of the rows: problem_sizes (m, N, K) of the weight, offsets the rows of the "
+        "groups before, blockscale_offsets the same with each group in whole 128 rows",
+    ),
     _WORKER: _Fault(
         "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
         "{value} ms",

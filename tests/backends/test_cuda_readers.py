@@ -14,6 +14,8 @@ import pytest
 import torch
 from on_cpu import library, pointer
 from own_encodings import OWN, registered, with_zeros
+from own_layouts import OWN_LAYOUTS
+from own_layouts import registered as layouts_registered
 from test_cuda_source import build, launches, needs_nvdisasm, sass, spills
 from test_cuda_training_source import packed, sources
 from torch import Tensor
@@ -23,10 +25,11 @@ from fusion_moe.backends.cuda.launch import KERNELS
 from fusion_moe.backends.cuda.readers import DERIVED, TILED, WRITTEN, Reader, reader
 from fusion_moe.encodings import ENCODINGS, Element, Encoding, Quantized, Scale, dequantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.layouts import W16X64
+from fusion_moe.layouts import LAYOUTS, LINEAR, W16X64
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 registered = pytest.fixture(scope="module", autouse=True)(registered)
+layouts_registered = pytest.fixture(scope="module", autouse=True)(layouts_registered)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 STORED = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -41,7 +44,8 @@ WRITTEN_WAYS = {"linear": WAYS["linear"], TILED: WAYS[TILED][:2]}  # the others 
 def decoded(read: Reader, weight: Quantized, folder: Path, ways: Sequence[str]) -> Tensor:
     """[dtypes, ways, N, K] f32: what a reader makes of a weight [1, N, K] in linear order."""
     (_, n, k), encoding = weight.shape, weight.encoding
-    parts = W16X64.pack(*weight, encoding=encoding) if read.tiled else tuple(weight)
+    order = W16X64 if read.tiled else read.layout or LINEAR
+    parts = order.pack(*weight, encoding=encoding)
     names, types = read.names(encoding), [STORED.get(p.dtype, "u8") for p in encoding.parts]
     out = torch.full((len(DTYPES), len(ways), n, k), torch.nan)
     lines = ['#include "memory.cuh"', f'#include "{read.header}"']
@@ -166,6 +170,34 @@ def test_written_readers_make_what_derived_ones_make(name, layout, tmp_path):
             exact &= size > 0  # which it reads as 2^-23
         assert exact.sum() > 24
         assert torch.equal(found[i][:, exact], want[i][:, exact].expand_as(found[i][:, exact]))
+
+
+ORDERED = ["sf128x4", *(layout.name for layout in OWN_LAYOUTS)]
+
+
+@pytest.mark.parametrize("layout", ORDERED)
+@pytest.mark.parametrize(
+    "encoding",
+    [*map(ENCODINGS.get, ("nvfp4", "mxfp4", "mxfp8", "int4")), OWN[4], OWN[6]],
+    ids=lambda e: e.name,
+)
+def test_readers_of_other_layouts_make_what_those_of_the_linear_one_make(
+    encoding, layout, tmp_path
+):
+    weight = some_weight(
+        encoding,
+        *(
+            (64, 768)
+            if LAYOUTS[layout].elements
+            else (40, 800 if 800 % encoding.multiple == 0 else 832)
+        ),
+    )
+    read = reader(encoding.name, layout, "bf16")
+    (tmp_path / "linear").mkdir()
+    want = decoded(replace(read, layout=None), weight, tmp_path / "linear", WAYS["linear"])
+    found = decoded(read, weight, tmp_path, WAYS["linear"])
+    assert torch.equal(found, want)
+    assert found.any()
 
 
 @pytest.mark.parametrize(

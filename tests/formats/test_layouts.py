@@ -45,7 +45,7 @@ def numbered(rows, cols, dtype=torch.int32):
 
 
 def test_doctest():
-    for module in (layouts.sf128x4, layouts.w16x64):
+    for module in (layouts.order, layouts.tiled, layouts.sf128x4, layouts.w16x64):
         assert doctest.testmod(module).failed == 0
 
 

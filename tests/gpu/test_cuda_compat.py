@@ -5,6 +5,8 @@ waits for nothing of its own.
 import pytest
 import torch
 
+import fusion_moe
+from fusion_moe.errors import GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import Groups
@@ -56,6 +58,48 @@ def test_compiled():
                 rtol=2e-2,
                 atol=2e-2,
             )
+
+
+def test_replays_read_the_problem_of_now():
+    """All of it is in the graph: group ends too."""
+    x, *weight, starts, padded, sizes = arguments("cuda")
+    with torch.inference_mode():
+        OP(x, *weight, starts, padded, sizes)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = OP(x, *weight, starts, padded, sizes)
+        for tensor, new in (
+            (starts, [0, 0, 130, 131]),
+            (padded, [0, 0, 256, 384]),
+            (sizes, [[m, N, K] for m in (0, 130, 1, 2)]),
+        ):
+            tensor.copy_(torch.tensor(new))
+        graph.replay()
+        want = OP(*(t.cpu() for t in (x, *weight, starts, padded, sizes)))
+        torch.testing.assert_close(found.cpu(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "place", "value"),
+    [(4, 1, 4), (4, 3, -1), (5, 2, 3), (6, (2, 0), 2**30), (6, (1, 0), -5), (6, (3, 1), N + 1)],
+)
+def test_a_problem_that_does_not_fit_is_made_safe_and_reported(argument, place, value):
+    given = list(arguments("cuda"))
+    given[argument][place] = value
+    with torch.inference_mode():
+        assert OP(*given).shape == (sum(SIZES) + 2, N)
+        with pytest.raises(GroupsError, match="does not fit offsets, problem_sizes and"):
+            fusion_moe.synchronize()
+
+
+def test_the_gradient_is_that_of_the_cpu():
+    found = []
+    for device in ("cpu", "cuda"):
+        x, *others = arguments(device)
+        x.requires_grad_()
+        OP(x, *others).float().square().sum().backward()
+        found.append(x.grad.cpu())
+    torch.testing.assert_close(*found, rtol=4e-2, atol=4e-2)
 
 
 def test_group_sizes_are_not_read():

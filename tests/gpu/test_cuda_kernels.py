@@ -17,7 +17,7 @@ from routings import Partition
 from test_cuda_readers import EXACT, positive_scales
 
 import fusion_moe
-from fusion_moe import FusionDefinition, options
+from fusion_moe import FusionDefinition, layouts, options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.grouped_mm import Product
@@ -31,7 +31,6 @@ from fusion_moe.definitions.operations import (
 from fusion_moe.encodings import ENCODINGS, NVFP4, Encoding, Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.frontends.inductor import backend
-from fusion_moe.layouts import W16X64
 from fusion_moe.layouts.groups import ceil_to
 from fusion_moe.nn import swiglu
 from fusion_moe.nn.frozen.experts import quantize_gate_up
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.gpu
 registered = pytest.fixture(scope="module", autouse=True)(registered)
 
 ops = torch.ops.fusion_moe
-LAYOUTS = ("linear", "w16x64")
+LAYOUTS = ("linear", "sf128x4", "w16x64")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DERIVED = [  # read by their descriptors: zero points, levels of scales, a table
     ("uint4_128", "bf16"),
@@ -71,8 +70,7 @@ def on_cuda(*tensors):
 
 def stored(weight: Quantized, layout: str) -> list[torch.Tensor]:
     """The parts on the GPU, in a layout."""
-    parts = on_cuda(*weight)
-    return parts if layout == "linear" else list(W16X64.pack(*parts, encoding=weight.encoding))
+    return list(layouts.LAYOUTS[layout].pack(*on_cuda(*weight), encoding=weight.encoding))
 
 
 def close(found: torch.Tensor, want: torch.Tensor, most: float) -> None:

@@ -10,10 +10,9 @@ from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import FLOATS, TensorType
+from fusion_moe.layouts import LAYOUTS
 
 from .arguments import need_dtype, need_rank
-
-WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 
 
 def packed(
@@ -56,7 +55,7 @@ def weight_type(
 
     OptionError, ShapeError or DtypeError if they are not its parts, in the caller's terms.
     """
-    need_one_of("weight_layout", layout, WEIGHT_LAYOUTS)
+    need_one_of("weight_layout", layout, LAYOUTS, todo="fusion_moe.layouts.register adds one")
     need_one_of(
         "weight_format",
         weight_format,

@@ -3,12 +3,12 @@ one call.
 
 A program uses two kinds of libraries. The libraries of kernels/fprop.cpp, int8.cpp, dgrad.cpp and
 wgrad.cpp are the same for all programs: they contain the grouped products for a tier of
-`runtime.isa` and an encoding of weights (readers.py). The other library is generated (unit.py) and
-contains each segment's own code: loops over rows (loops.py), or the prologue and the epilogue of a
-product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with the products
-that the epilogue adds (kernels/added.h). Both are built when a program is first called, and kept in
-the cache of `runtime.build`; the library of fprop may have come with the package (prebuilt.py), and
-then also serves machines without a compiler.
+`runtime.isa`, an encoding and a layout of weights (readers.py). The other library is generated
+(unit.py) and contains each segment's own code: loops over rows (loops.py), or the prologue and the
+epilogue of a product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with
+the products that the epilogue adds (kernels/added.h). Both are built when a program is first
+called, and kept in the cache of `runtime.build`; the library of fprop may have come with the
+package (prebuilt.py), and then also serves machines without a compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..cxx.product_plan import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library
-from .readers import FLOATS, linear
+from .readers import FLOATS, readable
 from .segment import Source
 
 __all__ = ["BACKEND", "NAME"]
@@ -41,7 +41,7 @@ def plan(fusion: Fusion, kind: str) -> Source:
         return loops.source(fusion)
     if products(fusion)[0].kind == "wgrad":
         return wgrad.source(plan_wgrad(fusion, ACTIVATIONS, alike=False))
-    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear(), of_added=FLOATS))
+    return grouped_mm.source(plan_product(fusion, readable(), dgrad=readable(), of_added=FLOATS))
 
 
 def emit(segment: Segment) -> Kernel:

@@ -37,7 +37,7 @@ def source(plan: ProductPlan) -> Source:
         _Writer(plan).text(),
         plan.memory,
         transposed,
-        (plan.encoding.name, kind),
+        (plan.encoding.name, kind, plan.layout),
         headers,
     )
 

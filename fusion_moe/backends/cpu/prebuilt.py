@@ -17,6 +17,7 @@ import torch
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
+from ...ir.kinds.quantized import linear
 from ...layouts.groups import check_ends
 from ...runtime import build, isa
 from ...schedule.product import main_and_added, products
@@ -25,13 +26,15 @@ from .readers import PARTS, library_source
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
 
-def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
-    """The library for a tier, an encoding of weights and a kind of product. BuildError without a
-    compiler if none came with the package.
+def product_of(
+    tier: str, encoding: str, kind: str = "fprop", layout: str = "linear"
+) -> ctypes.CDLL:
+    """The library for a tier, an encoding and a layout of weights and a kind of product. BuildError
+    without a compiler if none came with the package.
 
     UnsupportedError for an encoding without a registered reader.
     """
-    return build.library(library_source(tier, encoding, kind))
+    return build.library(library_source(tier, encoding, kind, layout))
 
 
 def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
@@ -68,10 +71,14 @@ def _grouped_mm(
     a: torch.Tensor,
     w: Quantized | torch.Tensor,
     ends: torch.Tensor,
-    **layouts: str,
+    w_layout: str = "linear",
+    **attributes: str,
 ) -> tuple[torch.Tensor]:
-    """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as defined by the kind grouped_mm."""
+    """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as defined by the kind grouped_mm. Weights
+    in another layout are put in the linear one first: the library reads no other.
+    """
     check_ends(ends, a.shape[0], "ends")
+    w = linear(w, encoding, w_layout)
     g, n, k = w.shape
     parts = w if isinstance(w, Quantized) else (w,)
     out = torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device)

@@ -1,10 +1,11 @@
-"""The C++ that reads the weights of each encoding, and the fixed library of a tier that is compiled
-around it.
+"""The C++ that reads the weights of each encoding in each layout, and the fixed library of a tier
+that is compiled around it.
 
 kernels/weight.h says what a reader is. That of an encoding is derived from its descriptor
-(kernels/derived.h). A header kernels/weights/<encoding>.h overrides it, for speed, and so does what
-`register_reader` is given for a user's own encoding. Imports no torch, since tools/build_kernels.py
-builds the libraries of `BUILT_IN` into the package.
+(kernels/derived.h), and from the orders of the layout (kernels/order.h). A header
+kernels/weights/<encoding>.h overrides it, for speed, and so does what `register_reader` is given
+for a user's own encoding. Imports no torch, since tools/build_kernels.py builds the libraries of
+`BUILT_IN` into the package.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedError
 from ...runtime import build
+from ..cxx.orders import order_struct
 
 if TYPE_CHECKING:
     from ...encodings import Encoding, Scale
+    from ...layouts import Tiled
 
 KERNELS = Path(__file__).parent / "kernels"
 # filled when the package is built: tools/build_kernels.py
@@ -25,6 +28,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 _PLAIN = {"bf16": "bf16", "f16": "f16", "f32": "float"}  # encoding -> its numbers in C++
 _OVERRIDES = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
 BUILT_IN = (*_OVERRIDES, *_PLAIN)
+_IN_ANY_ORDER = ("mxfp4", "nvfp4")  # those that read block scales in any order: kernels/e2m1.h
 # weights that an added product may have: kernels/added.h
 FLOATS = tuple((encoding, "linear") for encoding in _PLAIN)
 PARTS = 6  # the most parts that a weight may have: kernels/product.h
@@ -60,8 +64,10 @@ def unregister_reader(encoding: str) -> None:
     _registered.pop(encoding, None)
 
 
-def reader_of(encoding: str) -> str:
-    """C++ that defines `Weight`. UnsupportedError if the encoding has none."""
+def reader_of(encoding: str, layout: str = "linear") -> str:
+    """C++ that defines `Weight`. UnsupportedError if the encoding has none in this layout."""
+    if layout != "linear":
+        return _in_orders(encoding, layout)
     if encoding in _PLAIN:
         return f'#include "plain.h"\n\nusing Weight = PlainWeight<{_PLAIN[encoding]}>;\n'
     if encoding in _OVERRIDES:
@@ -73,12 +79,41 @@ def reader_of(encoding: str) -> str:
     return derived(find(encoding))
 
 
-def linear() -> tuple[tuple[str, str], ...]:
-    """The encodings that have a reader, each with the layout that kernels read."""
-    from ...encodings import ENCODINGS
+def _in_orders(encoding: str, layout: str) -> str:
+    from ...encodings import find  # imports torch
+    from ...layouts import LAYOUTS, Tiled
 
-    readable = (name for name, encoding in ENCODINGS.items() if not why_not(encoding))
-    return tuple((name, "linear") for name in dict.fromkeys((*BUILT_IN, *_registered, *readable)))
+    of = LAYOUTS[layout]
+    if not isinstance(of, Tiled):
+        raise UnsupportedError(
+            f"weights in the layout {layout} have no reader for CPUs", expected="a Tiled layout"
+        )
+    if encoding not in _IN_ANY_ORDER or of.elements:
+        return derived(find(encoding), of)
+    order = "\n".join(_orders(of))
+    return f'{order}\n#define SCALE_ORDER ScaleOrder\n#include "weights/{encoding}.h"\n'
+
+
+def _orders(of: Tiled) -> list[str]:
+    """The orders of a layout: ScaleOrder, and ElementOrder if elements have one."""
+    named = {"ScaleOrder": of.scales, "ElementOrder": of.elements}
+    structs = (order_struct(name, order, "u64") for name, order in named.items() if order)
+    lines = [line for struct in structs for line in struct]
+    return ['#include "order.h"', "", "namespace {", "", *lines, "", "}  // namespace", ""]
+
+
+def readable() -> tuple[tuple[str, str], ...]:
+    """The encodings that have a reader, each with each of the layouts that kernels read."""
+    from ...encodings import ENCODINGS
+    from ...layouts import LAYOUTS, Tiled
+
+    derivable = [name for name, encoding in ENCODINGS.items() if not why_not(encoding)]
+    linear = dict.fromkeys((*BUILT_IN, *_registered, *derivable))
+    tiled = [name for name, layout in LAYOUTS.items() if isinstance(layout, Tiled)]
+    return (
+        *((name, "linear") for name in linear),
+        *((name, layout) for name in derivable for layout in tiled),
+    )
 
 
 def why_not(encoding: Encoding) -> str:
@@ -98,9 +133,9 @@ def why_not(encoding: Encoding) -> str:
     return ""
 
 
-def derived(encoding: Encoding) -> str:
-    """The reader that follows from a descriptor: C++ that defines `Weight`. UnsupportedError with
-    the reason if there is none.
+def derived(encoding: Encoding, layout: Tiled | None = None) -> str:
+    """The reader that follows from a descriptor, and from that of a layout other than the linear
+    one: C++ that defines `Weight`. UnsupportedError with the reason if there is none.
     """
     if why := why_not(encoding):
         raise UnsupportedError(
@@ -117,7 +152,10 @@ def derived(encoding: Encoding) -> str:
             numbers += f"\n    static constexpr {halves}"
     else:
         numbers = "int FLIP = {}, FIRST = {}".format(*element.affine)
-    return f"""#include "derived.h"
+    orders = "\n".join(_orders(layout)) + "\n" if layout else ""
+    levels = ", ".join(_level(scale, "ScaleOrder" if layout else "") for scale in encoding.scales)
+    arguments = "Format, ElementOrder" if layout and layout.elements else "Format"
+    return f"""{orders}#include "derived.h"
 
 namespace {{
 
@@ -125,19 +163,20 @@ struct Format {{
     static constexpr double BYTES = {encoding.weight_bits / 8};
     static constexpr int BITS = {element.bits};
     static constexpr {numbers};
-    using Scales = Levels<{", ".join(map(_level, encoding.scales))}>;
+    using Scales = Levels<{levels}>;
 }};
 
 }}  // namespace
 
-using Weight = DerivedWeight<Format>;
+using Weight = DerivedWeight<{arguments}>;
 """
 
 
-def _level(scale: Scale) -> str:
+def _level(scale: Scale, order: str) -> str:
     role = "ZERO_POINT" if scale.zero_point else "DIVISOR" if scale.divides else "MULTIPLIER"
     block = {0: "OF_MATRIX", -1: "OF_ROW"}.get(scale.block, str(scale.block))
-    return f"Level<{_SCALES[_dtype(scale)]}, {block}, Role::{role}>"
+    ordered = f", {order}" if order and scale.block else ""
+    return f"Level<{_SCALES[_dtype(scale)]}, {block}, Role::{role}{ordered}>"
 
 
 def _dtype(scale: Scale) -> str:
@@ -155,15 +194,16 @@ def _literal(x: float) -> str:
     return f"{x.hex()}f" if math.isfinite(x) else f"{'-' if x < 0 else ''}__builtin_inff()"
 
 
-def library_source(tier: str, encoding: str, kind: str = "fprop") -> build.LibrarySource:
-    """How to build the library for a tier, an encoding and a kind of product, and where the one
-    that came with the package is.
+def library_source(
+    tier: str, encoding: str, kind: str = "fprop", layout: str = "linear"
+) -> build.LibrarySource:
+    """How to build the library for a tier, an encoding, a kind of product and a layout, and where
+    the one that came with the package is.
 
     kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad,
     which reads no weight. Raises like `reader_of`.
     """
-    reader = reader_of(encoding) if encoding else ""
+    reader = reader_of(encoding, layout) if encoding else ""
+    name = "_".join(x for x in (kind, encoding, layout.replace("linear", "")) if x)
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
-    return build.LibrarySource(
-        text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED
-    )
+    return build.LibrarySource(text, name, tier, (KERNELS,), shipped=SHIPPED)

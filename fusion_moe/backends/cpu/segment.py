@@ -61,8 +61,9 @@ class Source:
 
     memory: the values that the caller allocates, including results; `run` takes pointers to the
     inputs of the fusion, then to these. transposed: the input, if any, that is passed with its last
-    two dimensions swapped. product: the encoding of weights ("" for none) and the kind of the
-    grouped product that `run` needs, if any, which is the name of a file in kernels/. more_headers:
+    two dimensions swapped. product: the encoding of weights ("" for none), the kind of the
+    grouped product that `run` needs, which is the name of a file in kernels/, and the weights'
+    layout; None for no product. more_headers:
     those in kernels/ that only some texts need.
     """
 
@@ -70,7 +71,7 @@ class Source:
     text: str
     memory: tuple[Value, ...]
     transposed: Value | None = None
-    product: tuple[str, str] | None = None
+    product: tuple[str, str, str] | None = None
     more_headers: tuple[str, ...] = ()
 
     @property

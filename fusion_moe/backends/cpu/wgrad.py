@@ -17,7 +17,7 @@ _G, _J, _M = map(Variable, "gjm")  # element (m, j) of matrix g
 
 def source(plan: WgradPlan) -> Source:
     """The source of a planned segment. UnsupportedError with the reason if there is none."""
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, product=("", "wgrad"))
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, product=("", "wgrad", "linear"))
 
 
 class _Writer(SegmentWriter):

@@ -158,7 +158,7 @@ class Product(PlannedSource):
             else self.once(self._prologue, chosen.activation_reader, bool(first))
         )
         products = self.products(
-            chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue)
+            chosen, sizes, arch, reads_before_wait=not self._makes_ends or bool(prologue)
         )
         return [*first, *prologue, *products, *self.once(self.sums_of_tokens)]
 
@@ -345,6 +345,14 @@ class Product(PlannedSource):
             ),
             None,
         )
+
+    @property
+    def _makes_ends(self) -> bool:
+        """Whether an operation in this segment makes the ends."""
+        made = (
+            op.outputs[0] for op in self.fusion.ops if op.kind.name in ("route", "problem_ends")
+        )
+        return self.plan.ends in made
 
     @property
     def _knows_ids(self) -> bool:

@@ -1,15 +1,16 @@
 """The readers of weights in kernels/weights/, by encoding and layout: only this file names
 encodings and layouts.
 
-Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh). Those
-that have a header of their own are read faster: WRITTEN.
+Every encoding has a reader, which is made from its descriptor (kernels/weights/derived.cuh) and
+from the orders of a layout. Those that have a header of their own are read faster: WRITTEN, and
+IN_ORDER where block scales are in an order of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +19,8 @@ from ...encodings.encoding import Element
 from ...encodings.orders import UNCHANGED
 from ...encodings.real import real_tensors
 from ...errors import UnsupportedError
+from ...layouts import LAYOUTS, Order, Tiled
+from ..cxx.orders import order_struct
 from ..cxx.statements import inner
 
 TILED = "w16x64"
@@ -30,7 +33,8 @@ class Reader:
 
     See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled:
     whether weights are in tiles of 16 rows and 64 columns, as large-M kernels need; derived:
-    whether it is made from the encoding's descriptor, which is its second argument.
+    whether it is made from the encoding's descriptor, which is its second argument; layout: whose
+    orders it reads.
     """
 
     template: str
@@ -38,10 +42,12 @@ class Reader:
     activations: tuple[str, ...] = ("bf16", "f16")
     tiled: bool = False
     derived: bool = False
+    layout: Tiled | None = None
 
     def of(self, activations: str) -> str:
         """The C++ class for activations of a dtype."""
-        return f"{self.template}<{activations}{', Encoded' if self.derived else ''}>"
+        more = ", Encoded" if self.derived else ", ScaleOrder" if self.layout else ""
+        return f"{self.template}<{activations}{more}>"
 
     def names(self, encoding: Encoding) -> list[str]:
         """What a segment's struct calls the parts of its weight."""
@@ -52,11 +58,12 @@ class Reader:
         written reader checks (FourBits of kernels/weights/four_bits_shared.cuh).
         """
         if self.derived:
-            return _descriptor(encoding, self.tiled)
+            return _descriptor(encoding, self.tiled, self.layout)
         block, size = next(((s.block, s.dtype.itemsize) for s in encoding.block_scales), (0, 0))
         return [
             f"static constexpr i32 CODE_BITS = {encoding.element.bits}, SCALE_BLOCK = {block}, "
-            f"SCALE_BYTES = {size};"
+            f"SCALE_BYTES = {size};",
+            *(_order("ScaleOrder", self.layout.scales) if self.layout else []),
         ]
 
 
@@ -80,11 +87,13 @@ DERIVED = {
     layout: Reader(name, "weights/derived.cuh", tiled=layout == TILED, derived=True)
     for layout, name in (("linear", "DerivedLinear"), (TILED, "DerivedTiled"))
 }
+IN_ORDER = ("nvfp4", "mxfp4")  # whose written readers of the linear layout take an order of scales
 
 
 def readable() -> list[tuple[str, str]]:
     """The encodings and layouts of weights that have readers."""
-    coded = [(e.name, layout) for e in ENCODINGS.values() if e.element.encode for layout in DERIVED]
+    layouts = [*DERIVED, *(name for name, of in LAYOUTS.items() if isinstance(of, Tiled))]
+    coded = [(e.name, layout) for e in ENCODINGS.values() if e.element.encode for layout in layouts]
     return list(dict.fromkeys([*WRITTEN, *coded]))
 
 
@@ -92,7 +101,7 @@ def reader(encoding: str, layout: str, activations: str) -> Reader:
     """The reader of weights, for activations of a dtype. UnsupportedError with the reason if there
     is none.
     """
-    found = WRITTEN.get((encoding, layout), DERIVED[layout])
+    found = WRITTEN.get((encoding, layout)) or DERIVED.get(layout) or _in_order(encoding, layout)
     if activations not in found.activations:
         raise UnsupportedError(
             f"activations in {activations} with weights in {encoding} have no kernel here",
@@ -104,6 +113,13 @@ def reader(encoding: str, layout: str, activations: str) -> Reader:
                 f"weights in {encoding}, {said}, have no kernel here", expected=expected
             )
     return found
+
+
+def _in_order(encoding: str, layout: str) -> Reader:
+    of = LAYOUTS[layout]
+    assert isinstance(of, Tiled), layout
+    written = encoding in IN_ORDER and not of.elements
+    return replace(WRITTEN[encoding, "linear"] if written else DERIVED["linear"], layout=of)
 
 
 def tile_bytes(encoding: Encoding) -> int:
@@ -146,7 +162,13 @@ _VALUES = {
 }
 
 
-def _descriptor(of: Encoding, tiled: bool) -> list[str]:
+def _order(name: str, order: Order | None) -> list[str]:
+    if order is None:
+        return [f"using {name} = LinearOrder;"]
+    return order_struct(name, order, "u32", "__device__ ")
+
+
+def _descriptor(of: Encoding, tiled: bool, layout: Tiled | None = None) -> list[str]:
     """The struct `Encoded`: see kernels/weights/derived.cuh."""
     scales = of.block_scales
     flip, first = of.element.affine or (0, 0)
@@ -164,6 +186,8 @@ def _descriptor(of: Encoding, tiled: bool) -> list[str]:
                 *([] if of.element.affine else _number(of.element)),
                 *(line for i, s in enumerate(scales) for line in _scale(i, s, tiled)),
                 f"using Scales = Parts<{', '.join(f'Scale{i}' for i in range(len(scales)))}>;",
+                *_order("ScaleOrder", layout and layout.scales),
+                *_order("ElementOrder", layout and layout.elements),
                 *_step(of),
                 *(["struct Matrix {", *inner(matrix), "};"] if outer else []),
                 f"using Outer = {'OuterScale<Matrix>' if outer else 'NoOuterScale'};",

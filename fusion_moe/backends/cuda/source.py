@@ -27,7 +27,7 @@ from ..cxx.indices import Call, Index, Variable, is_index, reshaped, size
 from ..cxx.product_plan import MADE_FIRST, ProductPlan, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
-from ..inexpressible import Inexpressible, naming
+from ..inexpressible import naming
 from . import router
 from .heuristics import AUTO, Chosen
 
@@ -376,7 +376,7 @@ class Source(Writer):
                 elif op.kind.name == "invert":
                     found += self.once(self._invert, op)
                 elif op.kind.name == "problem_ends":
-                    raise Inexpressible(op, "problem_ends has no kernel here yet")
+                    found.append(self.once(self._problem_ends, op))
         return found
 
     def _route(self, op: Op, sizes: Sizes, any_size: bool) -> KernelSource:
@@ -414,6 +414,13 @@ class Source(Writer):
         place = f"place_of({given}, {counts}, i, error)"
         body = [f"{self.names[made]}[i] = {place};"]
         return self.for_all("place", elements(ids.type.shape), body)
+
+    def _problem_ends(self, op: Op) -> KernelSource:
+        starts, problem, padded = (self.array(v, self.made_later) for v in op.values)
+        a, (ends,) = op.attrs, op.outputs
+        given = f"{starts}, {problem}, {padded}, {size(ends.type.shape[0])}, {size(a['rows'])}"
+        call = f"problem_ends({given}, {a['n']}, {a['k']}, {self.names[ends]}, error);"
+        return self.kernel("problem_ends", [*self.WAIT, call], 1, threads=32)
 
     def _invert(self, op: Op) -> list[KernelSource]:
         """One kernel for a permutation. If it may not be one, every row is first made to name a

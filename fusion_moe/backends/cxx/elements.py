@@ -471,6 +471,8 @@ def _rounded(expression: Expression, dtype: str, of: str = "") -> Expression:
 def _literal(value: Any, dtype: str, op: Op) -> str:
     if dtype == "bool":
         return str(bool(value)).lower()
+    if dtype == "f64":
+        raise Inexpressible(op, f"{op.kind.name} in {dtype} has no C++ implementation")
     if dtype not in _FLOATS:
         return f"i64({int(value)})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
     x = float(value)

@@ -18,6 +18,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "order.h"
 #include "weight.h"
 
 namespace {
@@ -38,8 +39,8 @@ enum class Role { MULTIPLIER, DIVISOR, ZERO_POINT };
 
 constexpr i64 OF_ROW = -1, OF_MATRIX = 0;  // in place of a block
 
-// One scale, or zero point, for every BLOCK_ elements of a row.
-template <class T, i64 BLOCK_, Role ROLE_>
+// One scale, or zero point, for every BLOCK_ elements of a row; or one for a row: in an order.
+template <class T, i64 BLOCK_, Role ROLE_, class Order = LinearOrder>
 struct Level {
     static constexpr i64 BLOCK = BLOCK_;
     static constexpr Role ROLE = ROLE_;
@@ -49,6 +50,11 @@ struct Level {
     const T* first;  // of row n of matrix g
 
     Level(const void* part, const Problem& p, i64 g, i64 n) : first(static_cast<const T*>(part)) {
+        if constexpr (!IS_LINEAR<Order>) {
+            const i64 blocks = BLOCK > 0 ? (p.K + BLOCK - 1) / BLOCK : 1;
+            first += g * Order::size(p.N, blocks) + Order::of_row(n, blocks);
+            return;
+        }
         const i64 row = g * p.N + n;
         first += BLOCK > 0         ? row * ((p.K + BLOCK - 1) / BLOCK)
                  : BLOCK == OF_ROW ? row
@@ -57,7 +63,7 @@ struct Level {
 
     // That of element k.
     float at(i64 k) const {
-        const T stored = first[BLOCK > 0 ? u64(k) / u64(BLOCK) : 0];
+        const T stored = first[Order::of_column(BLOCK > 0 ? i64(u64(k) / u64(BLOCK)) : 0)];
 #if defined(__F16C__)
         float x;
         if constexpr (std::is_same_v<T, f16>)
@@ -78,7 +84,7 @@ struct Level {
         u32 most = 0;
 #pragma omp simd reduction(max : most)
         for (i64 i = 0; i < count; ++i) {
-            const u32 size = as_bits(widen(first[i])) & 0x7FFFFFFFu;
+            const u32 size = as_bits(widen(first[Order::of_column(i)])) & 0x7FFFFFFFu;
             most = std::max(most, size == 0 ? 0 : size - LEAST);
         }
         return most <= MOST - LEAST;
@@ -217,13 +223,15 @@ inline void elements_of(const u8* code, float zero, float scale, float* out) {
     }
 }
 
-template <class Format>
+// Elements: the order of pieces of LANES elements.
+template <class Format, class Elements = LinearOrder>
 struct DerivedWeight : PortableWeight {
     using Codes = Format;
     using Scales = typename Format::Scales;
     static constexpr double BYTES = Format::BYTES;
     static constexpr i64 ALIGNED = LANES, SHARED = Scales::SHARED;
-    static constexpr bool ARE_BYTES = IS_FLOAT<Format> && Scales::IS_FACTOR && SHARED % 128 == 0;
+    static constexpr bool ARE_BYTES =
+        IS_FLOAT<Format> && Scales::IS_FACTOR && SHARED % 128 == 0 && IS_LINEAR<Elements>;
 
     // Row n of matrix g, of codes of 8 bits.
     static const u8* codes(const Problem& p, i64 g, i64 n) {
@@ -245,6 +253,16 @@ struct DerivedWeight : PortableWeight {
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const auto scales = Scales::of(p, g, n);
         const u8* packed = static_cast<const u8*>(p.parts[0]) + ((g * p.N + n) * p.K + k) / EACH;
+        u8 together[IS_LINEAR<Elements> ? 1 : RUN];
+        if constexpr (!IS_LINEAR<Elements>) {
+            const i64 of_row = p.K / LANES;
+            packed = static_cast<const u8*>(p.parts[0]) +
+                     (g * Elements::size(p.N, of_row) + Elements::of_row(n, of_row)) * PIECE;
+            for (i64 i = 0; i < count / LANES; ++i)
+                std::memcpy(together + i * PIECE,
+                            packed + Elements::of_column(k / LANES + i) * PIECE, PIECE);
+            packed = together;
+        }
         const u64 inside = u64(k) % SHARED;
         if (inside == 0 && count == RUN) {  // loops of known length
             dequantize(scales, packed, k, 0, RUN, out);
@@ -254,7 +272,8 @@ struct DerivedWeight : PortableWeight {
     }
 
   private:
-    static constexpr int EACH = 8 / Format::BITS;  // codes of a byte
+    static constexpr int EACH = 8 / Format::BITS;           // codes of a byte
+    static constexpr i64 PIECE = LANES * Format::BITS / 8;  // bytes
 
     __attribute__((always_inline)) static void dequantize(const Scales& scales, const u8* packed,
                                                           i64 k, u64 inside, i64 count,

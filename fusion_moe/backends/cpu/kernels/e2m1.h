@@ -33,7 +33,13 @@
 #include <immintrin.h>
 #endif
 
+#include "order.h"
 #include "weight.h"
+
+// The order of block scales, if not that of the linear layout: readers.py defines it.
+#ifndef SCALE_ORDER
+#define SCALE_ORDER LinearOrder
+#endif
 
 namespace {
 
@@ -72,6 +78,7 @@ inline void scaled_numbers(const u8* codes, float step, float* out) {
 template <class Reader>
 struct E2M1Weight {
     static constexpr i64 ALIGNED = LANES;
+    using Order = SCALE_ORDER;
 
     struct Columns {
         const u8* codes[LANES];
@@ -87,17 +94,31 @@ struct E2M1Weight {
         const auto factor = Reader::factors(p, g);
         const u8* codes = codes_of(p, g);
         const u8* scales = scales_of(p, g);
+        [[maybe_unused]] i64 at[LANES];
         for (int i = 0; i < LANES; ++i) {
             const i64 n = row(i);
             c.codes[i] = codes + n * (p.K / 2);
-            c.scales[i] = scales + n * (p.K / Reader::BLOCK);
+            if constexpr (IS_LINEAR<Order>)
+                c.scales[i] = scales + n * (p.K / Reader::BLOCK);
+            else
+                at[i] = n;
             c.factor[i] = factor(n);
         }
+        if constexpr (!IS_LINEAR<Order>) Rows<Order>::of(scales, at, p.K / Reader::BLOCK, c.scales);
         return c;
     }
 
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const u8* codes = codes_of(p, g) + (n * p.K + k) / 2;
+        if constexpr (!IS_LINEAR<Order>) {
+            const u8* at = scales_of(p, g) + Order::of_row(n, p.K / Reader::BLOCK);
+            const float of_row = Reader::factors(p, g)(n);
+            for (i64 i = 0; i < count; i += LANES) {
+                const u8 scale = at[Order::of_column((k + i) / Reader::BLOCK)];
+                scaled_numbers(codes + i / 2, Reader::scale(scale) * of_row, out + i);
+            }
+            return;
+        }
         const u8* scales = scales_of(p, g) + (n * p.K + k) / Reader::BLOCK;
         const float factor = Reader::factors(p, g)(n);
         const i64 inside = k % Reader::BLOCK;
@@ -106,13 +127,23 @@ struct E2M1Weight {
                            Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
     }
 
+    // The scale of element k of row n, of a matrix with these scales.
+    static float scale_at(const u8* scales, i64 n, i64 k, i64 K) {
+        return Reader::scale(IS_LINEAR<Order> ? scales[(n * K + k) / Reader::BLOCK]
+                                              : scales[Order::of_row(n, K / Reader::BLOCK) +
+                                                       Order::of_column(k / Reader::BLOCK)]);
+    }
+
     static void fetch_scales(const WorkTile&) {}
+    static void begin() { Rows<Order>::forget(); }
     static i64 contracted(const Problem& p) { return p.K; }
 
     static const u8* codes_of(const Problem& p, i64 g) {
         return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2);
     }
     static const u8* scales_of(const Problem& p, i64 g) {
+        if constexpr (!IS_LINEAR<Order>)
+            return static_cast<const u8*>(p.parts[1]) + g * Order::size(p.N, p.K / Reader::BLOCK);
         return static_cast<const u8*>(p.parts[1]) + g * p.N * (p.K / Reader::BLOCK);
     }
 };

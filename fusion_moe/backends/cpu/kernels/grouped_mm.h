@@ -42,6 +42,7 @@ class GroupedMM {
             static thread_local ThreadState state;
             [[maybe_unused]] const typename Tier::Thread thread{};
             state.group = -1, state.row = nullptr;
+            Weight::begin();
             plan(team.threads(), state.work_tiles);
             const auto next_work_tile = [&] {
                 const i64 i = items.next();

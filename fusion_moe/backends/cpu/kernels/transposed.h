@@ -154,9 +154,7 @@ struct TransposedCodes : Pairs {
         Matrix(const Problem& p, i64 g)
             : codes_(Weight_::codes_of(p, g)), scales_(Weight_::scales_of(p, g)), K(p.K) {}
         const u8* codes(i64 n, i64 k) const { return codes_ + (n * K + k) / 2; }
-        float scale(i64 n, i64 k) const {
-            return Weight_::scale(scales_[(n * K + k) / Weight_::BLOCK]);
-        }
+        float scale(i64 n, i64 k) const { return Weight_::scale_at(scales_, n, k, K); }
         u32 bits(i64 n, i64 k) const {
             return as_bits(E2M1[*codes(n, k) >> 4 * (k % 2) & 15] * scale(n, k)) >> 16;
         }

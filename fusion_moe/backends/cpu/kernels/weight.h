@@ -11,8 +11,8 @@
 //     ALIGNED          RUN, or less if it can do with less
 //     open             row(i) of matrix g for each column i of sixteen -> Columns, which kernels
 //     are given scales_in_range  whether fast kernels compute a work tile as well as the one for
-//     everything fetch_scales     brings nearer what that reads of a work tile contracted       how
-//     long the contracted axis is
+//     everything begin            called by each thread before a product fetch_scales     brings
+//     nearer what that reads of a work tile contracted       how long the contracted axis is
 //
 // All but the first two come from `PortableWeight`, as does all that the kernels of dequantized.h
 // need. Readers of e2m1 codes have more: e2m1.h.
@@ -57,6 +57,7 @@ struct PortableWeight {
 
     static bool scales_in_range(const WorkTile&) { return true; }
     static void fetch_scales(const WorkTile&) {}
+    static void begin() {}
     static i64 contracted(const Problem& p) { return p.K; }
 };
 

@@ -17,7 +17,8 @@ enum Fault : u64 {
     BAD_SCALE = 4,
     NO_ANSWER = 5,
     NO_RANK = 6,
-    BAD_PLACE = 7
+    BAD_PLACE = 7,
+    BAD_PROBLEM = 8
 };
 
 __device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 value) {

@@ -127,6 +127,40 @@ __device__ __forceinline__ i32 place_of(Id id, const i32* places, i64 experts, i
     return -1;
 }
 
+// starts [groups], sizes [groups, 3], padded_starts [groups], as nvFuser's grouped products take
+// them
+// -> ends [groups], by one warp. All three must spell one partition of `rows` rows, in groups of
+// products with n out- and k in-features: the first group that does not fit is reported, and ends
+// are made safe.
+__device__ __forceinline__ void problem_ends(const i32* starts, const i32* sizes,
+                                             const i32* padded_starts, i32 groups, i64 rows, i32 n,
+                                             i32 k, i32* ends, i64* error) {
+    const i32 lane = threadIdx.x % 32;
+    i64 end = 0, padded = 0;  // of the groups before
+    bool all_fit = true;
+    for (i32 first = 0; first < groups; first += 32) {
+        const i32 g = first + lane;
+        const bool is_group = g < groups;
+        const i32 m = is_group ? sizes[3 * g] : 0, some = max(m, 0);
+        i64 sum = some, padded_sum = (i64(some) + 127) / 128 * 128;
+#pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) {
+            const i64 before = __shfl_up_sync(WHOLE_WARP, sum, apart),
+                      padded_before = __shfl_up_sync(WHOLE_WARP, padded_sum, apart);
+            if (lane >= apart) sum += before, padded_sum += padded_before;
+        }
+        const bool fits =
+            !is_group || (m >= 0 && end + sum <= rows && sizes[3 * g + 1] == n &&
+                          sizes[3 * g + 2] == k && starts[g] == end + sum - some &&
+                          padded_starts[g] == padded + padded_sum - (i64(some) + 127) / 128 * 128);
+        if (is_group) ends[g] = i32(min(end + sum, rows));
+        const u32 bad = __ballot_sync(WHOLE_WARP, !fits);
+        if (all_fit && bad != 0 && lane == __ffs(bad) - 1) report(error, BAD_PROBLEM, g, m);
+        all_fit = all_fit && bad == 0;
+        end += __shfl_sync(WHOLE_WARP, sum, 31), padded += __shfl_sync(WHOLE_WARP, padded_sum, 31);
+    }
+}
+
 // Calls body(i) for i in 0 .. count - 1 on all threads of all blocks.
 template <class Body>
 __device__ __forceinline__ void for_all(i64 count, Body body) {

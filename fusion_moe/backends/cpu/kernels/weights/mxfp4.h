@@ -41,6 +41,7 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     }
 
     static void fetch_scales(const WorkTile& work_tile) {
+        if constexpr (!IS_LINEAR<Order>) return;  // to fetch them would be to copy them
         const i64 bytes = work_tile.p->K / BLOCK;
         for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
             const Columns c = work_tile.columns<MXFP4>(column_block);
@@ -51,6 +52,7 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     }
 
     static bool matrix_in_range(const Problem& p, i64 g) {
+        if constexpr (!IS_LINEAR<Order>) return rows_in_range(p, g);
         const i64 blocks = p.N * p.K / BLOCK;
         return all_in_range(scales_of(p, g), blocks) ||
                in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
@@ -106,6 +108,20 @@ struct MXFP4 : E2M1Weight<MXFP4> {
             return !(words[0] | words[1] | words[2] | words[3]);
         }
     };
+
+    // Of any order, without what lies between rows.
+    static bool rows_in_range(const Problem& p, i64 g) {
+        const i64 blocks = p.K / BLOCK;
+        for (i64 first = 0; first < p.N; first += LANES) {
+            const Columns c = open(p, g, [&](i64 i) { return std::min(first + i, p.N - 1); });
+            for (int i = 0; i < LANES; ++i) {
+                if (!all_in_range(c.scales[i], blocks) &&
+                    !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks))
+                    return false;
+            }
+        }
+        return true;
+    }
 
     static bool all_in_range(const u8* scales, i64 blocks) {
         Range all;

@@ -15,6 +15,7 @@
 //         ZERO_POINT                whether it is subtracted from numbers, and is no factor
 //         of(s), value(bits)        where its array begins; the float32 that a stored one means
 //     Outer                         the scale of a matrix: see reader.cuh
+//     ScaleOrder, ElementOrder      of layouts that are not tiles
 //     Step                          if it is there, numbers are made in pairs: pairs.cuh
 #pragma once
 
@@ -139,13 +140,15 @@ __device__ __forceinline__ Ready<T, E> ready(const u32* stored) {
         return Decode<E>::scales(stored);
 }
 
-// In the linear layout: any N, and K in whole blocks. Rows past the last are read as the last,
-// blocks past the last as zeros.
+// In the linear layout, or one of other orders: any N, and K in whole blocks. Rows past the last
+// are read as the last, blocks past the last as zeros.
 template <class T, class E, class List = typename E::Scales>
 struct DerivedLinear;
 
 template <class T, class E, class... Part>
 struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
+    using Order = typename E::ScaleOrder;
+    using Elements = typename E::ElementOrder;
     static constexpr float RESCALE = 1.f;
     static constexpr int BITS = E::BITS, BYTES = 2 * BITS;  // of a lane's 16 columns of a row
     static constexpr int WORDS = (BYTES + 3) / 4, STORED = Parts<Part...>::STORED;
@@ -165,12 +168,17 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         k_ = 64 * block + 16 * (lane % 4), size_ = Segment::K;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const i64 row =
-                i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
-            codes_[i] = s.weight_codes + (row * Segment::K + k_) / (8 / BITS);
+            const i32 n = min(first_row + lane / 4 + 8 * i, Segment::N - 1);
+            const i64 row = i64(group) * Segment::N + n;
+            codes_[i] = s.weight_codes;
+            if constexpr (IS_LINEAR<Elements>)
+                codes_[i] += (row * Segment::K + k_) / (8 / BITS);
+            else
+                codes_[i] += (group * Elements::size(Segment::N, Segment::K / 16) +
+                              Elements::of_row(n, Segment::K / 16)) *
+                             BYTES;
             int p = 0;
-            ((scales_[i][p++] =
-                  Part::of(s) + row * (blocks_before<Part>(Segment::K - 1) + 1) * Part::BYTES),
+            ((scales_[i][p++] = Part::of(s) + row_of_scales<Part, Segment>(group, n) * Part::BYTES),
              ...);
         }
     }
@@ -181,10 +189,13 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         if (k >= size_) return packed;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            load_codes<BYTES>(packed.codes[i], codes_[i] + blocks_ahead * (8 * BITS));
+            if constexpr (IS_LINEAR<Elements>)
+                load_codes<BYTES>(packed.codes[i], codes_[i] + blocks_ahead * (8 * BITS));
+            else
+                load_codes<BYTES>(packed.codes[i], codes_[i] + Elements::of_column(k / 16) * BYTES);
             int p = 0;
-            ((packed.scales[i][p] =
-                  load_bytes<Part::BYTES>(scales_[i][p] + blocks_before<Part>(k) * Part::BYTES),
+            ((packed.scales[i][p] = load_bytes<Part::BYTES>(
+                  scales_[i][p] + Order::of_column(blocks_before<Part>(k)) * Part::BYTES),
               ++p),
              ...);
         }
@@ -194,7 +205,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     __device__ __forceinline__ void advance(int blocks) {
         k_ += 64 * blocks;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) codes_[i] += blocks * (8 * BITS);
+        for (int i = 0; i < 2 && IS_LINEAR<Elements>; ++i) codes_[i] += blocks * (8 * BITS);
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
@@ -221,6 +232,12 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     template <class P>
     static __device__ __forceinline__ constexpr i32 blocks_before(i32 column) {
         return P::BLOCK > 0 ? column / at_least_1(P::BLOCK) : 0;
+    }
+    template <class P, class Segment>
+    static __device__ __forceinline__ i64 row_of_scales(i32 group, i32 n) {
+        constexpr i32 COUNT = blocks_before<P>(Segment::K - 1) + 1;
+        if constexpr (IS_LINEAR<Order>) return (i64(group) * Segment::N + n) * COUNT;
+        return group * Order::size(Segment::N, COUNT) + Order::of_row(n, COUNT);
     }
 
     const u8 *codes_[2], *scales_[2][STORED];

@@ -75,13 +75,16 @@ struct FourBitTiled : Format::Outer, FourBits<Format> {
 };
 
 // Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the
-// last as zeros.
-template <class Format>
+// last as zeros. Block scales lie in an order.
+template <class Format, class Order = LinearOrder>
 struct FourBitLinear : Format::Outer, FourBits<Format> {
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::LINEAR_RESCALE;
-    static constexpr int BLOCK = Format::BLOCK,
-                         STEP = 64 / BLOCK * sizeof(Scale);  // bytes of scales of a K block
+    // bytes from the scales of a K block to those of the next; 0 if they are not always the same
+    static constexpr int BLOCK = Format::BLOCK, BLOCKS = 64 / BLOCK,
+                         STEP = BLOCKS % Order::COLUMNS == 0
+                                    ? BLOCKS / Order::COLUMNS * Order::TILE * sizeof(Scale)
+                                    : 0;
 
     struct Packed {
         uint2 low, high;  // codes of rows r and r + 8
@@ -101,23 +104,37 @@ struct FourBitLinear : Format::Outer, FourBits<Format> {
                   high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;
         const u8* scales = reinterpret_cast<const u8*>(s.block_scale);
         codes_[0] = s.codes + low / 2, codes_[1] = s.codes + high / 2;
-        scales_[0] = scales + low / BLOCK * sizeof(Scale),
-        scales_[1] = scales + high / BLOCK * sizeof(Scale);
+        if constexpr (IS_LINEAR<Order>) {
+            scales_[0] = scales + low / BLOCK * sizeof(Scale),
+            scales_[1] = scales + high / BLOCK * sizeof(Scale);
+        } else {
+            constexpr i32 OF_ROW = Segment::K / BLOCK;
+            const i64 of_group = group * Order::size(Segment::N, OF_ROW) +
+                                 (STEP > 0 ? Order::of_column(k / BLOCK) : 0);
+            scales_[0] = scales + (of_group + Order::of_row(min(row, Segment::N - 1), OF_ROW)) *
+                                      sizeof(Scale);
+            scales_[1] = scales + (of_group + Order::of_row(min(row + 8, Segment::N - 1), OF_ROW)) *
+                                      sizeof(Scale);
+            block_ = k / BLOCK;
+        }
         left_ = Segment::K - k;
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
         if (left_ <= 64 * blocks_ahead) return {};
+        const i64 ahead = STEP > 0
+                              ? STEP * blocks_ahead
+                              : Order::of_column(block_ + BLOCKS * blocks_ahead) * sizeof(Scale);
         return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead),
                 load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
-                load_scale<Scale>(scales_[0] + STEP * blocks_ahead),
-                load_scale<Scale>(scales_[1] + STEP * blocks_ahead)};
+                load_scale<Scale>(scales_[0] + ahead), load_scale<Scale>(scales_[1] + ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) codes_[i] += 32 * blocks, scales_[i] += STEP * blocks;
         left_ -= 64 * blocks;
+        if constexpr (STEP == 0) block_ += BLOCKS * blocks;
     }
 
     static __device__ __forceinline__ Scales scales(const Packed& packed) {
@@ -134,7 +151,7 @@ struct FourBitLinear : Format::Outer, FourBits<Format> {
 
   private:
     const u8 *codes_[2], *scales_[2];
-    i32 left_;
+    i32 left_, block_;
 };
 
 }  // namespace

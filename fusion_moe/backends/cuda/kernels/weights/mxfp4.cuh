@@ -63,7 +63,7 @@ struct Mxfp4Scales<f16> {
 
 template <class T>
 using Mxfp4Tiled = FourBitTiled<E2m1<T, Mxfp4Scales<T>>>;
-template <class T>
-using Mxfp4Linear = FourBitLinear<E2m1<T, Mxfp4Scales<T>>>;
+template <class T, class Order = LinearOrder>
+using Mxfp4Linear = FourBitLinear<E2m1<T, Mxfp4Scales<T>>, Order>;
 
 }  // namespace

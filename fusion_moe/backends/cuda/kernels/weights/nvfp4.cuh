@@ -58,7 +58,7 @@ struct Nvfp4Scales<f16> {
 
 template <class T>
 using Nvfp4Tiled = FourBitTiled<E2m1<T, Nvfp4Scales<T>>>;
-template <class T>
-using Nvfp4Linear = FourBitLinear<E2m1<T, Nvfp4Scales<T>>>;
+template <class T, class Order = LinearOrder>
+using Nvfp4Linear = FourBitLinear<E2m1<T, Nvfp4Scales<T>>, Order>;
 
 }  // namespace

@@ -42,6 +42,21 @@ __device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) 
     return (i64(group) * (Segment::N / 16) + first_row / 16) * (Segment::K / 64) + block;
 }
 
+// Where the items of a part lie: its block scales, or its elements in pieces of 16. Item (n, b) of
+// a matrix, which takes `size` items, lies at of_row(n, columns) + of_column(b). Orders of other
+// layouts are written from their descriptors (cxx/orders.py).
+struct LinearOrder {
+    static constexpr int COLUMNS = 1, TILE = 1;
+    static constexpr __device__ i64 size(i64 rows, i64 columns) { return rows * columns; }
+    static constexpr __device__ i64 of_row(i64 n, i64 columns) { return n * columns; }
+    static constexpr __device__ i64 of_column(i64 b) { return b; }
+};
+
+template <class Order>
+constexpr bool IS_LINEAR = false;
+template <>
+constexpr bool IS_LINEAR<LinearOrder> = true;
+
 struct NoOuterScale {
     template <class Segment>
     static __device__ __forceinline__ float outer(const Segment&, i32, i32) {

@@ -1,0 +1,166 @@
+// Where the items of a weight's part lie: its block scales, or its elements. `LinearOrder` says
+// what an order has; those of other layouts are written from their descriptors (cxx/orders.py) and
+// have more: tiles of ROWS rows, of which RUN items follow each other, and the `width` of padded
+// rows.
+//
+// Kernels read rows. Those in another order are copied, a row of tiles at a time, and a thread
+// keeps some: so each tile is read once, and kernels need not know.
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "tiles.h"
+
+namespace {
+
+struct LinearOrder {
+    static constexpr i64 size(i64 rows, i64 columns) { return rows * columns; }  // of a matrix
+    // item (n, b) of one lies at of_row(n, columns) + of_column(b)
+    static constexpr i64 of_row(i64 n, i64 columns) { return n * columns; }
+    static constexpr i64 of_column(i64 b) { return b; }
+};
+
+template <class Order>
+constexpr bool IS_LINEAR = std::is_same<Order, LinearOrder>::value;
+
+using Words [[gnu::vector_size(16)]] = u32;
+
+template <int... WHICH>
+Words shuffled(Words a, Words b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, WHICH...);
+#else
+    return __builtin_shuffle(a, b, Words{WHICH...});
+#endif
+}
+
+// Whether 16 bytes are four words of rows n, n + APART, ...: quarters of a tile's rows.
+template <class Order, i64 APART = Order::ROWS / 4>
+constexpr bool words_of_quarters() {
+    if (Order::RUN != 4 || Order::ROWS % 4 != 0) return false;
+    bool found = true;
+    for (i64 n = 0; n < Order::ROWS; ++n)
+        found = found && Order::of_row(n, 4) == Order::of_row(n % APART, 4) + 4 * (n / APART);
+    for (i64 b = 0; b < 64; b += 4)
+        found = found && Order::of_column(b) == b / 4 * Order::of_column(4);
+    return found;
+}
+
+// The words of four tiles, 16 bytes of each -> four rows of 16 bytes, `apart`.
+inline void transpose_words(const u8* const (&words)[4], u8* out, i64 apart) {
+    Words w[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(&w[i], words[i], sizeof w[i]);
+    const Words low[2] = {shuffled<0, 4, 1, 5>(w[0], w[1]), shuffled<0, 4, 1, 5>(w[2], w[3])},
+                high[2] = {shuffled<2, 6, 3, 7>(w[0], w[1]), shuffled<2, 6, 3, 7>(w[2], w[3])};
+    const Words rows[4] = {
+        shuffled<0, 1, 4, 5>(low[0], low[1]), shuffled<2, 3, 6, 7>(low[0], low[1]),
+        shuffled<0, 1, 4, 5>(high[0], high[1]), shuffled<2, 3, 6, 7>(high[0], high[1])};
+    for (int i = 0; i < 4; ++i) std::memcpy(out + i * apart, &rows[i], sizeof rows[i]);
+}
+
+// A row of tiles of bytes -> the rows in it, `stride` apart, a multiple of 64.
+template <class Order>
+void copy_tiles(const u8* tiles, i64 columns, u8* out, i64 stride) {
+    constexpr i64 APART = Order::ROWS / 4, RUN = Order::RUN;
+    for (i64 n = 0; n < Order::ROWS; ++n) {
+        const u8* row = tiles + Order::of_row(n, columns);
+        u8* at = out + n * stride;
+        if constexpr (words_of_quarters<Order>()) {
+            constexpr i64 STEP = Order::of_column(4);
+            if (n == APART) return;
+            i64 b = 0;
+            for (; b + 12 < columns; b += 16, row += 4 * STEP)
+                transpose_words({row, row + STEP, row + 2 * STEP, row + 3 * STEP}, at + b,
+                                APART * stride);
+            const i64 left = columns - b;  // the last tile stands for those that are missing
+            const i64 second = left > 4 ? STEP : 0, third = left > 8 ? 2 * STEP : second;
+            if (left > 0)
+                transpose_words({row, row + second, row + third, row + third}, at + b,
+                                APART * stride);
+        } else {
+            for (i64 b = 0; b < columns; b += RUN)
+                std::memcpy(at + b, row + Order::of_column(b), RUN);
+        }
+    }
+}
+
+// Rows that a thread has copied.
+template <class Order>
+class Rows {
+    struct Band {
+        Buffer rows;
+        const u8* tiles = nullptr;  // that were copied
+        u64 run = 0, last_call = 0;
+    };
+    struct Kept {
+        std::vector<std::unique_ptr<Band>> bands;
+        u64 run = 1, calls = 0;
+    };
+
+  public:
+    // How many calls of `of` what it returns is kept for: as many Columns as a kernel ever has.
+    static constexpr u64 CALLS = 20;
+
+    // Before a product: what was copied for another one may have changed.
+    static void forget() { ++kept().run; }
+
+    // Rows at[0 .. LANES - 1] of `columns` bytes of a matrix -> where each one is. What the next
+    // row of tiles has for as many rows comes nearer.
+    static void of(const u8* matrix, const i64* at, i64 columns, const u8** row) {
+        Kept& all = kept();
+        ++all.calls;
+        const i64 stride = (columns + 63) / 64 * 64, width = Order::width(columns);
+        const auto first_of = [](i64 n) { return i64(u64(n) / Order::ROWS * Order::ROWS); };
+        i64 first = first_of(at[0]);
+        const u8* rows = band(all, matrix + first * width, columns, stride);
+        bool all_there = true;
+        for (int i = 0; i < LANES; ++i) {
+            const i64 n = at[i] - first;
+            all_there &= u64(n) < u64(Order::ROWS);
+            row[i] = rows + n * stride;
+        }
+        for (int i = 0; i < LANES && !all_there; ++i) {
+            if (first != first_of(at[i])) {
+                first = first_of(at[i]);
+                rows = band(all, matrix + first * width, columns, stride);
+            }
+            row[i] = rows + (at[i] - first) * stride;
+        }
+        const u8* ahead = matrix + (at[0] + Order::ROWS) * width;
+        for (i64 i = 0; i < LANES * width; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+    }
+
+  private:
+    static Kept& kept() {
+        static thread_local Kept all;
+        return all;
+    }
+
+    static const u8* band(Kept& all, const u8* tiles, i64 columns, i64 stride) {
+        Band* unused = nullptr;
+        for (const auto& each : all.bands) {
+            if (each->tiles == tiles && each->run == all.run) {
+                each->last_call = all.calls;
+                return each->rows.template get<u8>(0);
+            }
+            if (each->last_call + CALLS < all.calls) unused = each.get();
+        }
+        if (unused == nullptr) unused = all.bands.emplace_back(new Band).get();
+        unused->tiles = tiles, unused->run = all.run, unused->last_call = all.calls;
+        u8* rows = unused->rows.template get<u8>(Order::ROWS * stride);
+        copy_tiles<Order>(tiles, columns, rows, stride);
+        return rows;
+    }
+};
+
+// What is in memory row by row is not copied.
+template <>
+class Rows<LinearOrder> {
+  public:
+    static void forget() {}
+    static void of(const u8*, const i64*, i64, const u8**) {}
+};
+
+}  // namespace
