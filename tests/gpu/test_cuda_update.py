@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from experts import float_weights, same_state
+from experts import copied, float_weights, same_state
 
 import fusion_moe
 from fusion_moe import update_weights_
 from fusion_moe.encodings import MXFP4, NVFP4, quantize
-from fusion_moe.nn import Experts, NVFP4Experts
+from fusion_moe.nn import Experts, NVFP4Experts, interleave
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +57,21 @@ def test_a_graph_replays_with_the_new_weights(encoding, size, parts):
     assert [p.data_ptr() for p in module.parameters()] == before
     update_weights_(module, dict(zip(("gate_up_proj", "down_proj"), new, strict=True)))
     assert same_state(module.state_dict(), fresh.state_dict())
+
+
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
+@pytest.mark.parametrize("size", [(16, 256, 256), (8, 192, 736)], ids=str)
+def test_numbers_in_the_order_of_gpt_oss(encoding, size):
+    """Square ones too, by the kernels that round."""
+    gate_up, down = (t.cuda().bfloat16() for t in float_weights(*size, 0))
+    module = made(encoding, [gate_up, down])
+    module.transposed = module.in_turns = True
+    fusion_moe.prepare_(module)
+    before = copied(module)
+    floats = {"gate_up_proj": interleave(gate_up, 1, 1).mT, "down_proj": down.mT}
+    for name, t in floats.items():
+        update_weights_(module, {name: t.contiguous()})
+        assert same_state(module.state_dict(), before)
 
 
 def test_an_unfinished_update_is_seen_in_a_replay():
