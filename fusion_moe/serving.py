@@ -22,6 +22,9 @@ from .runtime.precompile import preparing
 
 NAME = "fusion_moe"  # of the quantization
 LEAVE = f"run without --quantization {NAME}"
+# --load-format of states: the tensors of a rank's modules, as an engine has saved them
+STATES = "sharded_state", "runai_streamer_sharded"
+_DUMMY = 2.0**-12  # of weights that nobody loads: times codes, as large as engines make floats
 # for a number of tokens, arguments of `fused_experts`
 Adapters = Callable[[int], Mapping[str, Tensor]]
 
@@ -72,6 +75,35 @@ def refuse(engine: str, cases: Iterable[tuple[bool, str, str, str]]) -> None:
             raise unsupported(engine, found, expected, todo)
 
 
+def of_states(load_format: str) -> tuple[bool, str, str, str]:
+    """The case for `refuse` of an engine that is asked to load a state."""
+    files = "a quantized directory's own files"
+    return load_format in STATES, f"--load-format {load_format}", files, "leave it out"
+
+
+def save_no_states_(engine: str, loader: Any) -> None:
+    """Makes an engine refuse to save the states of modules of this library, in which it would not
+    find the names that it loads.
+
+    loader: the class whose `save_model(model, ...)` saves.
+    """
+    save = loader.save_model
+    if save.__module__ == __name__:
+        return
+
+    def save_model(model: nn.Module, *args: Any, **options: Any) -> None:
+        if any(name.endswith(".fusion_moe") for name, _ in model.named_modules()):
+            raise unsupported(
+                engine,
+                "a sharded state to save, which could not be loaded",
+                "the directory that is served: its files have the same weights",
+                f"keep it, or {LEAVE}",
+            )
+        save(model, *args, **options)
+
+    loader.save_model = staticmethod(save_model)
+
+
 def need_blocks(encoding: Encoding, hidden: int, intermediate: int, where: str) -> None:
     """ShapeError for sizes of a rank's experts that are not whole blocks of the encoding."""
     for name, size in ("hidden", hidden), ("intermediate", intermediate):
@@ -97,6 +129,20 @@ def weight_of(scheme: Scheme, tensors: Sequence[Tensor], where: str) -> Quantize
     parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
     check_scales_of(scheme, parts, where)
     return Quantized(*parts, encoding=scheme.encoding)
+
+
+def dummy_scales(scheme: Scheme) -> dict[str, float]:
+    """By the names of parts in files, the numbers for scales where an engine draws weights instead
+    of loading them (--load-format dummy).
+    """
+    assert scheme.encoding is not None, scheme.name
+    scales, found = scheme.encoding.scales, {}
+    for part, scale in zip(scheme.parts[1:], scales, strict=True):
+        # floats of 8 bits are drawn as small as weights; of two scales, one is small
+        small = not scheme.eight_bits and scale is scales[-1]
+        t = torch.full((1, 1), _DUMMY if small else 1.0).to(scale.dtype)
+        found[part.name] = part.from_part(t).flatten()[0].item()
+    return found
 
 
 def invariant(asked: bool) -> AbstractContextManager[Any]:

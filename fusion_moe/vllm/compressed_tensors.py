@@ -31,6 +31,7 @@ from .fp8 import FusionMoePackedFp8Method, packed_scheme
 from .linear import is_linear_on_cpu, linear_method
 from .loading import LoadsExperts
 from .log import logger
+from .names import name_in_files
 
 
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
@@ -79,6 +80,7 @@ class FusionMoeCompressedTensorsConfig(LoadsExperts, CompressedTensorsConfig):
         """vLLM's own, except for experts in 4 bits or FP8, and on CPUs for NVFP4 linear layers.
         None for experts that the checkpoint leaves in floats.
         """
+        prefix = name_in_files(prefix, layer)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if is_linear_on_cpu(layer) and self._is_nvfp4_format(

@@ -94,9 +94,9 @@ def register_config() -> None:
 
 def _complete(hf_config: Any) -> None:
     """Adds what transformers leaves out when it writes DeepSeek-V3's configuration: without it
-    vLLM has no selection bias.
+    vLLM has no selection bias. vLLM has another name for its layers for multi-token prediction.
     """
-    if getattr(hf_config, "model_type", None) == "deepseek_v3":
+    if getattr(hf_config, "model_type", None) in ("deepseek_v3", "deepseek_mtp"):
         hf_config.topk_method = getattr(hf_config, "topk_method", "noaux_tc")
 
 

@@ -25,6 +25,7 @@ from ..serving import (
     LEAVE,
     Adapters,
     Kept,
+    dummy_scales,
     invariant,
     need_blocks,
     place_,
@@ -33,9 +34,10 @@ from ..serving import (
     unsupported,
     weight_of,
 )
-from . import exchange
+from . import exchange, states
 from .loading import LoadsExperts
 from .log import logger
+from .names import name_in_files
 
 # with it vLLM's groups gather tokens and reduce-scatter the ranks' results
 _GATHERS = "allgather_reducescatter"
@@ -92,9 +94,10 @@ class ExpertsMethod(FusedMoEMethodBase):
         rank.
 
         ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts
-        are not consecutive.
+        are not consecutive, or as `need_kept`.
         """
         need_blocks(self.encoding, hidden_size, intermediate_size_per_partition, layer.layer_name)
+        states.need_kept(layer, self.loaded)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(
             layer,
@@ -111,8 +114,11 @@ class ExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(name, nn.Parameter(bias, requires_grad=False))
                 getattr(layer, name).weight_loader = attributes["weight_loader"]
         if isinstance(getattr(layer, "quant_config", None), LoadsExperts):
-            layer.quant_config.experts[layer.layer_name] = layer
+            layer.quant_config.experts[name_in_files(layer.layer_name)] = layer
         place_(layer, self.loaded)
+        for name, value in zip(self._names[1:], dummy_scales(self.scheme).values(), strict=True):
+            for weight in "w13", "w2":
+                getattr(layer, f"{weight}_{name}").dummy_weight_value = value
 
     def loads(self, layer: Any, name: str) -> bool:
         """Whether `load` has a tensor of a layer's experts, by its name after "experts.": those of
@@ -125,10 +131,15 @@ class ExpertsMethod(FusedMoEMethodBase):
         deque(layer.load_weights(tensors), maxlen=0)
 
     @property
+    def _names(self) -> list[str]:
+        """vLLM's names of the parts of a weight."""
+        return [*(self.parts or (part.name for part in self.scheme.parts))]
+
+    @property
     def loaded(self) -> list[str]:
         """The parameters that vLLM loads and `Experts` replaces, except biases."""
-        parts = self.parts or [part.name for part in self.scheme.parts]
-        return [f"{weight}_{name}" for weight in ("w13", "w2") for name in (*parts, *self.unread)]
+        names = *self._names, *self.unread
+        return [f"{weight}_{name}" for weight in ("w13", "w2") for name in names]
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight that vLLM loaded: "w13" [E, 2I, H], gate above up, or [E, I, H] without a

@@ -24,6 +24,7 @@ from ..encodings import FP8, FP8_CHANNEL
 from ..errors import DtypeError, UnsupportedError
 from ..serving import LEAVE, Named
 from .experts import ExpertsMethod
+from .names import name_in_files
 
 # as vLLM has the scales that it loads
 _OF_STRATEGY = {
@@ -118,6 +119,7 @@ class FusionMoeFp8Config(Named, Fp8Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts in FP8."""
+        prefix = name_in_files(prefix)
         if isinstance(layer, RoutedExperts) and not is_layer_skipped(
             prefix=prefix,
             ignored_layers=self.ignored_layers,

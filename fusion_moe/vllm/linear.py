@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -21,7 +22,8 @@ from ..checkpoints import Scheme
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import QuantizedLinear, prepare_
-from ..serving import Kept, weight_of
+from ..serving import Kept, dummy_scales, weight_of
+from . import states
 from .log import logger
 
 
@@ -50,6 +52,9 @@ class NVFP4LinearMethod(LinearMethodBase):
         """scheme: of the weights; activations: the name of their scales, which are not read."""
         self.prefix, self.scheme, self.activations = prefix, scheme, activations
         self.kept: Kept | None = None  # once weights are loaded
+        config = get_current_vllm_config_or_none()
+        # who starts with drawn weights reloads others, whose parts may have scales of their own
+        self.drawn = config is not None and config.load_config.load_format == "dummy"
 
     def create_weights(
         self,
@@ -64,8 +69,9 @@ class NVFP4LinearMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """Creates vLLM's parameters, which its loader fills. ShapeError for an input size that
-        NVFP4 does not take.
+        NVFP4 does not take, UnsupportedError as `need_kept`.
         """
+        states.need_kept(layer, [part.name for part in self.scheme.parts])
         n, k = sum(output_partition_sizes), input_size_per_partition
         if k % NVFP4.block:
             expected, todo = f"a multiple of {NVFP4.block}", "choose another --tensor-parallel-size"
@@ -85,6 +91,8 @@ class NVFP4LinearMethod(LinearMethodBase):
         layer.register_parameter(
             self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader)
         )
+        for name, value in dummy_scales(self.scheme).items():
+            getattr(layer, name).dummy_weight_value = value
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `QuantizedLinear`; when vLLM reloads, puts them where
@@ -94,7 +102,8 @@ class NVFP4LinearMethod(LinearMethodBase):
         tensors = [getattr(layer, name).data for name in names]
         codes, scale, matrix = weight_of(self.scheme, tensors, self.prefix)
         one = bool((matrix == matrix[0]).all())
-        if one if self.kept is None else len(layer.fusion_moe) == 1:
+        joined = one and not self.drawn if self.kept is None else len(layer.fusion_moe) == 1
+        if joined:
             if not one:
                 raise UnsupportedError(
                     "joined layers with scales of their own",

@@ -29,6 +29,7 @@ from .experts import ExpertsMethod
 from .fp8 import Fp8ExpertsMethod
 from .linear import is_linear_on_cpu, linear_method
 from .loading import LoadsExperts
+from .names import name_in_files
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
@@ -171,6 +172,7 @@ class FusionMoeModelOptConfig(LoadsExperts, ModelOptNvFp4Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""
+        prefix = name_in_files(prefix, layer)
         if is_linear_on_cpu(layer) and not self.is_layer_excluded(prefix):
             return linear_method(layer, prefix, MODELOPT, "input_scale")
         return super().get_quant_method(layer, prefix)
@@ -180,6 +182,10 @@ class FusionMoeModelOptFp8Config(LoadsExperts, ModelOptFp8Config):
     """vLLM's configuration of ModelOpt's FP8, with this library's experts."""
 
     FusedMoEMethodCls = FusionMoeModelOptFp8Method
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """vLLM's own method, except for experts."""
+        return super().get_quant_method(layer, name_in_files(prefix, layer))
 
 
 class FusionMoeMixedConfig(LoadsExperts, ModelOptMixedPrecisionConfig):
@@ -191,6 +197,7 @@ class FusionMoeMixedConfig(LoadsExperts, ModelOptMixedPrecisionConfig):
         """vLLM's own method, except for experts in NVFP4 or FP8, and on CPUs for linear layers
         in NVFP4.
         """
+        prefix = name_in_files(prefix, layer)
         named = None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
         if named in ALGORITHMS and isinstance(layer, RoutedExperts):
             return FusionMoeModelOptMethod(self.nvfp4_config, layer.moe_config)

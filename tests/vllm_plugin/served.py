@@ -339,6 +339,30 @@ def deepseek_v3(folder: Path) -> Path:
     return made
 
 
+def with_mtp(directory: Path) -> Path:
+    """The same with a layer for multi-token prediction: the last one again, with what goes in
+    before it, and the embeddings and the output layer once more, in floats.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    tensors, added = load_file(directory / "model.safetensors"), f"model.layers.{last + 1}."
+    for name in [name for name in tensors if name.startswith(f"model.layers.{last}.")]:
+        tensors[name.replace(f"model.layers.{last}.", added)] = tensors[name].clone()
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors |= {f"{added}{norm}.weight": ones.clone() for norm in ("enorm", "hnorm")}
+    tensors[f"{added}shared_head.norm.weight"] = ones
+    tensors[f"{added}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{added}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    joined = torch.eye(hidden).repeat(1, 2) * 0.5
+    tensors[f"{added}eh_proj.weight"] = joined.bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    floats = [f"{added}{name}" for name in ("mlp.gate", "eh_proj", "shared_head.head")]
+    config["quantization_config"]["ignore"] += floats
+    config["num_nextn_predict_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 _V4_LINEAR = re.compile(r"(wq_[ab]|attn\.wkv|wo_[ab]|shared_experts\.w[123])\.weight$")
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from bad_calls import messages
 from method_layers import assert_near, expected
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
 from vllm.config.lora import LoRAConfig
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.lora import utils as lora_utils
 from vllm.model_executor.layers.activation import GeluAndMul, SituAndMul, SwigluStepAndMul
 from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
@@ -30,7 +33,10 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import ShardedStateLoader
 from vllm.platforms import current_platform
 
 from fusion_moe import options
@@ -57,6 +63,7 @@ from fusion_moe.vllm.mxfp4 import (
     FusionMoeMxfp4Config,
     FusionMoeMxfp4Method,
 )
+from fusion_moe.vllm.states import need_kept
 
 on_cpus = pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 WITHOUT_GATE = [a for a in MoEActivation if not a.is_gated]
@@ -241,6 +248,109 @@ def test_deepseek_v4_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ModelOpt" in type(made.get_quant_method(owner, "layers.0.ffn.experts")).__name__
     made._resolved_expert_dtype = "fp8"
     assert made.get_quant_method(owner, "layers.0.ffn.experts") == "vLLM's"
+
+
+HEADS = ["model.layers.2.shared_head.head", "lm_head", "model.layers.0.self_attn.q_proj"]
+WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS | {"symmetric": True}}},
+}
+
+
+@pytest.mark.parametrize("config", [NVFP4_CONFIG, NVFP4_CONFIG | {"quant_algo": "FP8"}, PACKED])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_layers_that_vllm_calls_otherwise(
+    config: dict[str, Any], gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output layers for multi-token prediction, and layers of a draft model, that files leave in
+    floats: they are no packed ones.
+    """
+    monkeypatch.setattr(
+        "fusion_moe.vllm.linear.current_platform", SimpleNamespace(is_cpu=lambda: not gpu)
+    )
+    made = FusionMoeConfig.from_config(config | {"ignore": HEADS})
+    head, linear = ParallelLMHead.__new__(ParallelLMHead), LinearBase.__new__(LinearBase)
+    for layer, name in (
+        (head, "model.layers.2.head"),
+        (head, "model.layers.2.shared_head.head"),
+        (head, ""),
+        (head, "draft_model.lm_head"),
+        (linear, "draft_model.model.layers.0.self_attn.q_proj"),
+    ):
+        method = made.get_quant_method(layer, name)
+        assert method is None or "Unquantized" in type(method).__name__, name
+
+
+@pytest.mark.parametrize(
+    ("uva", "prefetch", "without_uva", "found"),
+    [
+        ({}, {}, False, None),
+        ({"cpu_offload_gb": 1}, {}, False, "--cpu-offload-gb"),
+        ({"cpu_offload_gb": 1, "cpu_offload_params": {"experts"}}, {}, False, "--cpu-offload-gb"),
+        ({"cpu_offload_gb": 1, "cpu_offload_params": {"w2_weight"}}, {}, False, "--cpu-offload-gb"),
+        ({"cpu_offload_gb": 1, "cpu_offload_params": {"self_attn"}}, {}, False, None),
+        ({"cpu_offload_gb": 1, "cpu_offload_params": {"self_attn"}}, {}, True, "--cpu-offload-gb"),
+        ({}, {"offload_group_size": 2}, False, "--offload-group-size"),
+        ({}, {"offload_group_size": 2, "offload_params": {"qkv_proj"}}, False, None),
+    ],
+)
+def test_experts_that_vllm_would_move(
+    uva: dict[str, Any],
+    prefetch: dict[str, Any],
+    without_uva: bool,
+    found: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a GPU to the host; on CPUs it moves nothing."""
+    if without_uva:
+        monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "1")
+    config, owner = VllmConfig(), SimpleNamespace(layer_name="model.layers.0.mlp.experts")
+    config.offload_config = OffloadConfig(
+        uva=UVAOffloadConfig(**uva), prefetch=PrefetchOffloadConfig(**prefetch)
+    )
+    with set_current_vllm_config(config):
+        need_kept(owner, ["w13_weight", "w2_weight"])
+        monkeypatch.setattr(
+            "fusion_moe.vllm.states.current_platform", SimpleNamespace(is_cpu=lambda: False)
+        )
+        if found is None:
+            need_kept(owner, ["w13_weight", "w2_weight"])
+        else:
+            with pytest.raises(UnsupportedError, match=f"{found}, which moves experts .*self_attn"):
+                need_kept(owner, ["w13_weight", "w2_weight"])
+
+
+def test_elements_of_weights_are_not_written() -> None:
+    config, owner = VllmConfig(), SimpleNamespace(layer_name="layer")
+    for backend, outcome in (
+        ("nccl", nullcontext()),
+        ("sparse_nccl", pytest.raises(UnsupportedError)),
+    ):
+        config.weight_transfer_config = WeightTransferConfig(backend=backend)
+        with set_current_vllm_config(config), outcome:
+            need_kept(owner, [])
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+def test_states_are_neither_saved_nor_loaded(
+    load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of models without this library's modules are."""
+    saved = []
+    monkeypatch.setattr(ShardedStateLoader, "save_model", lambda *given, **named: saved.append(1))
+    config = VllmConfig(load_config=LoadConfig(load_format=load_format))
+    with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=load_format):
+        need_kept(SimpleNamespace(layer_name="layer"), [])
+    plain, served = torch.nn.Module(), torch.nn.Module()
+    ShardedStateLoader.save_model(plain, "path", max_size=1)
+    assert saved == [1]
+    served.layer = torch.nn.Module()
+    served.layer.fusion_moe = torch.nn.Module()
+    with pytest.raises(UnsupportedError, match="a sharded state to save, .* keep it, or run"):
+        ShardedStateLoader.save_model(served, "path")
+    assert saved == [1]
 
 
 def test_layers_that_are_served() -> None:
