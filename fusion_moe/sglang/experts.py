@@ -13,7 +13,8 @@ from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
-from sglang.srt.runtime_context import get_exec, get_lora
+from sglang.srt.model_loader.loader import ShardedStateLoader
+from sglang.srt.runtime_context import get_exec, get_lora, get_model
 
 from ..checkpoints import Scheme
 from ..checkpoints.schemes import MODELOPT, PACKED_MXFP4
@@ -22,10 +23,13 @@ from ..nn import Experts, swiglu
 from ..serving import (
     LEAVE,
     NAME,
+    dummy_scales,
     invariant,
     need_blocks,
+    of_states,
     place_,
     refuse,
+    save_no_states_,
     serve_,
     unsupported,
     weight_of,
@@ -84,10 +88,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         """None: no kernel of SGLang."""
 
     def weight(self, layer: Any, name: str) -> Quantized:
-        """The weight "w13" [E, 2I, H] or "w2" [E, H, I] that SGLang loaded. Raises as
+        """The weight "w13" [E, 2I, H] or "w2" [E, H, I] that SGLang loaded, or drew. Raises as
         `weight_of`.
         """
         tensors = [getattr(layer, f"{name}_{part}").data for part in self.parts]
+        if get_model().load_format == "dummy":
+            for t, value in zip(tensors[1:], dummy_scales(self.scheme).values(), strict=True):
+                t.fill_(value)
         return weight_of(self.scheme, tensors, f"{layer.layer_name}.{name}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -178,6 +185,8 @@ class FusionMoeMxfp4Method(ExpertsMethod, Mxfp4MoEMethod):
 def need_served(config: Any) -> None:
     """UnsupportedError for layers that cannot be served, by SGLang's configuration of them."""
     runner, exchange = get_moe_runner_backend(), get_moe_a2a_backend()
+    saves = get_exec().features
+    save_no_states_("SGLang", ShardedStateLoader)
     refuse(
         "SGLang",
         (
@@ -204,6 +213,13 @@ def need_served(config: Any) -> None:
                 "LoRA",
                 "experts without adapters",
                 "merge the adapter into the weights first",
+            ),
+            of_states(str(get_model().load_format)),
+            (
+                saves.enable_memory_saver and not saves.enable_weights_cpu_backup,
+                "--enable-memory-saver, which drops weights",
+                "weights that come back, since none are loaded into a running engine",
+                "--enable-weights-cpu-backup too",
             ),
             (
                 bool(config.num_fused_shared_experts),

@@ -107,6 +107,10 @@ def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
         ({"enable_eplb": True}, "load balancing of experts"),
         ({"ep_num_redundant_experts": 2}, "load balancing of experts"),
         ({"enable_lora": True}, "LoRA"),
+        ({"load_format": "dummy"}, None),
+        ({"load_format": "sharded_state"}, "--load-format sharded_state; .*; leave it out"),
+        ({"enable_memory_saver": True}, "drops weights; .*; --enable-weights-cpu-backup too"),
+        ({"enable_memory_saver": True, "enable_weights_cpu_backup": True}, None),
         ({"num_fused_shared_experts": 1}, "shared experts .*; --disable-shared-experts-fusion"),
         ({"no_combine": True}, "a result for each expert"),
     ],
@@ -123,7 +127,12 @@ def test_layers_that_are_refused(
     give("get_moe_runner_backend", MoeRunnerBackend(said("runner", "auto")))
     give("get_moe_a2a_backend", MoeA2ABackend(said("exchange", "none")))
     balancing = {n: said(n, 0) for n in ("enable_eplb", "ep_num_redundant_experts")}
-    give("get_exec", SimpleNamespace(moe=SimpleNamespace(**balancing)))
+    saver = {n: said(n, False) for n in ("enable_memory_saver", "enable_weights_cpu_backup")}
+    give(
+        "get_exec",
+        SimpleNamespace(moe=SimpleNamespace(**balancing), features=SimpleNamespace(**saver)),
+    )
+    give("get_model", SimpleNamespace(load_format=said("load_format", "auto")))
     give("get_lora", SimpleNamespace(enable_lora=said("enable_lora", False)))
     config = MoeRunnerConfig(
         num_fused_shared_experts=said("num_fused_shared_experts", 0),
