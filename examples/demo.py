@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from heldout import bits_per_byte_and_perplexity, load_heldout
+from heldout import load_heldout
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, StaticCache
 from transformers import logging as transformers_logging
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -32,6 +32,7 @@ import fusion_moe
 from fusion_moe.frontends.inductor.compile_graph import has_compiler
 from fusion_moe.runtime import nvrtc
 from fusion_moe.transformers.decoding import cache_argument
+from fusion_moe.transformers.evaluation import Evaluation, change, evaluate
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
@@ -102,18 +103,18 @@ def wait(variant: Variant, what: str) -> None:
     print(f"  {variant.name}: {what}{compiles} ...", file=sys.stderr, flush=True)
 
 
-def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
+def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> Evaluation:
     wait(variant, "perplexity")
     start = time.monotonic()
     if variant.experts:
         variant.model.set_experts_implementation("grouped_mm")
-    bits, ppl = bits_per_byte_and_perplexity(variant.run, tokenizer, texts)
+    found = evaluate(variant.run, tokenizer, texts)
     print(
-        f"{variant.name:24} perplexity {ppl:7.4f}   {bits:.4f} bits per byte   "
-        f"({time.monotonic() - start:.0f} s)",
+        f"{variant.name:24} perplexity {found.perplexity:7.4f}   {found.bits_per_byte:.4f} bits "
+        f"per byte   ({time.monotonic() - start:.0f} s)",
         flush=True,
     )
-    return ppl
+    return found
 
 
 @torch.inference_mode()
@@ -286,11 +287,12 @@ def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> 
 def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[str]) -> None:
     """The effect of four bits, and of different rounding in fused kernels."""
     found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
-    change, rounding = (
-        found[a] / found[b] - 1
-        for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager"))
+    low, middle, high = change(found["NVFP4 eager"].losses, found["bf16 eager"].losses)
+    rounding = found["NVFP4 compiled"].perplexity / found["NVFP4 eager"].perplexity - 1
+    print(
+        f"from bf16 to NVFP4 {middle:+.2%} (95 %: {low:+.2%} to {high:+.2%}), "
+        f"from eager to compiled {rounding:+.4%}"
     )
-    print(f"from bf16 to NVFP4 {change:+.2%}, from eager to compiled {rounding:+.4%}")
 
 
 def main(options: argparse.Namespace) -> None:

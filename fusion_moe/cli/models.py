@@ -43,10 +43,12 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
         yield
     except Error:
         raise
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # of a wrong configuration transformers and torch raise any kind
         found = " ".join(str(error).split())
+        if not isinstance(error, (ValueError, OSError, ImportError)):
+            found = f"{type(error).__name__}: {found}"
         todo = install("models") if "accelerate" in found else ""
-        raise UnsupportedError(found, expected=what, todo=todo, where=str(path)) from None
+        raise UnsupportedError(found, expected=what, todo=todo, where=str(path)) from error
 
 
 def has_tokenizer(path: Path) -> bool:

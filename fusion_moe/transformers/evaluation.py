@@ -66,8 +66,9 @@ def evaluate(
     windows = [w for text in texts for w in windows_of(tokenizer, text, context)]
     if not windows:
         raise OptionError("no text", expected="at least one token", where="evaluate")
-    for each in filter(None, (model, against)):
-        check_ids(each, torch.cat([tokens for tokens, _ in windows]))
+    for each in (model, against):
+        if each is not None:
+            check_ids(each, torch.cat([tokens for tokens, _ in windows]))
     if against is None:
         losses = [_losses(_logits(model, w), w) for w in progress(windows, _WHAT, len(windows))]
         return _evaluation(losses, texts)

@@ -87,6 +87,19 @@ def test_no_weight_is_read(tmp_path):
     assert found(str(spoiled)) | {"made": ""} == found(MIXTRAL) | {"made": ""}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", -1), ("head_dim", 1.5), ("pad_token_id", 10**9), ("hidden_act", "nope")],
+)
+def test_a_configuration_of_no_model_is_a_sentence(name, value, tmp_path):
+    """Whatever transformers and torch raise for it."""
+    folder = copied("modelopt-qwen3_moe", tmp_path)
+    change_json(folder / "config.json", lambda config: config.update({name: value}))
+    result = run(str(folder))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
+    assert result.stderr.startswith(f"fusion-moe: {folder}: ")
+
+
 def test_models_that_transformers_lacks_exit_with_3(tmp_path):
     folder = copied("modelopt-mixtral", tmp_path)
     change_json(folder / "config.json", lambda config: config.update(model_type="another"))
