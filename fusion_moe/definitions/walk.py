@@ -92,7 +92,7 @@ class Walk:
         else:
             translator = translate.find(op_name(n))
             if translator is None:
-                raise Untranslatable(f"{op_name(n)}, which has no translator")
+                raise Untranslatable(f"{self.called(n)}, which has no translator")
             with self.fd.at(source_of(n), translator.where):
                 args = [self._argument(n, a) for a in n.args]
                 kwargs = {k: self._argument(n, v) for k, v in n.kwargs.items()}
@@ -104,6 +104,10 @@ class Walk:
                     raise self._reported(n, translator, error) from error.__cause__ or error
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
+
+    def called(self, n: Node) -> str:
+        """What a message calls an operation."""
+        return op_name(n)
 
     def _reported(self, n: Node, translator: Translator, error: Error) -> Error:
         """The error to report if a translator fails: that the trace does not know two sizes to be

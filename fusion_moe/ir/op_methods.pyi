@@ -37,6 +37,18 @@ class Ops:
         """tanh of each element of x, in its dtype."""
     def erf(self, x: Value, /) -> Value:
         """erf of each element of x, in its dtype."""
+    def erfc(self, x: Value, /) -> Value:
+        """erfc of each element of x, in its dtype."""
+    def sin(self, x: Value, /) -> Value:
+        """sin of each element of x, in its dtype."""
+    def cos(self, x: Value, /) -> Value:
+        """cos of each element of x, in its dtype."""
+    def atan(self, x: Value, /) -> Value:
+        """atan of each element of x, in its dtype."""
+    def floor(self, x: Value, /) -> Value:
+        """floor of each element of x, in its dtype."""
+    def round(self, x: Value, /) -> Value:
+        """round of each element of x, in its dtype."""
     def relu(self, x: Value, /) -> Value:
         """relu of each element of x, in its dtype."""
     def sigmoid(self, x: Value, /) -> Value:

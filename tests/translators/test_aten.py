@@ -92,7 +92,11 @@ def _of(name, prepare=lambda x: x):
 
 POINTWISE = {
     **{
-        name: _of(name) for name in ("neg", "abs", "exp", "expm1", "tanh", "erf", "relu", "sigmoid")
+        name: _of(name)
+        for name in (
+            *("neg", "abs", "exp", "expm1", "tanh", "erf", "relu", "sigmoid", "erfc", "sin", "cos"),
+            *("atan", "floor", "round", "isnan", "isfinite"),
+        )
     },
     **{
         name: _of(name, lambda x: x.abs() + 0.125)
@@ -115,6 +119,12 @@ POINTWISE = {
     "where": lambda x: torch.where(x > 0, x, -x),
     "cast": lambda x: (x.float(), x.bfloat16(), x.half(), x.double(), x.to(torch.int32)),
     "convert_element_type": lambda x: prims.convert_element_type(x, torch.float32),
+    "masked_fill": lambda x: aten.masked_fill.Scalar(x, x > 0.5, 2.0),
+    "threshold": lambda x: aten.threshold(x, 0.25, -2.0),
+    "numbers of a power": lambda x: aten.pow.Scalar(1.5, x),
+    "fmax and fmin": lambda x: (aten.fmax(x, -x), aten.fmin(x, x / 0)),
+    "masks": lambda x: aten.bitwise_not((x > 0) & (x < 1) | (x > 2) ^ (x < -1)),
+    "a mask as a factor": lambda x: x * (x > 0),
     "clone, detach, alias": lambda x: aten.alias(x.clone().detach()) + 1,
 }
 
@@ -123,6 +133,57 @@ POINTWISE = {
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise(name, x):
     check(POINTWISE[name], x)
+
+
+IN_PRIMS = {
+    1: (
+        *("neg", "abs", "exp", "expm1", "log1p", "tanh", "erf", "erfc", "sin", "cos", "atan"),
+        *("floor", "round", "log", "sqrt", "rsqrt", "reciprocal"),
+    ),
+    2: (
+        *("add", "sub", "mul", "div", "minimum", "maximum", "pow", "fmax", "fmin"),
+        *("lt", "le", "gt", "ge", "eq", "ne"),
+    ),
+}
+
+
+@pytest.mark.parametrize("count", IN_PRIMS)
+def test_operations_of_prims(count):
+    """In graphs of which the rest was decomposed."""
+    x = F.abs() + 0.125
+    for name in IN_PRIMS[count]:
+        check(getattr(prims, name), *(x, x.flip(0))[:count])
+    for name in "and", "or", "xor":
+        check(getattr(prims, f"bitwise_{name}"), MASK, MASK.flip(0))
+    check(prims.bitwise_not, MASK)
+    check(prims.where, MASK, F, -F)
+
+
+COMPOSED = (
+    *("exp2", "log2", "log10", "tan", "sinh", "cosh", "asinh", "atanh", "asin", "acos", "sign"),
+    *("ceil", "trunc", "frac"),
+)
+
+
+@pytest.mark.parametrize("x", [F, B, D], ids=["f32", "bf16", "f64"])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_functions_are_near(name, x):
+    x = x.abs() + 0.1 if name.startswith("log") else x.tanh() * 0.9
+    for of in (aten, prims) if name != "frac" else (aten,):
+        (found,) = evaluate(translated(getattr(of, name), x), x)
+        near = {} if x.dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 3e-7}
+        torch.testing.assert_close(found, getattr(torch, name)(x), **near)
+
+
+@pytest.mark.parametrize("x", [F, B], ids=["f32", "bf16"])
+def test_functions_of_several_operations_are_near(x):
+    for function in (
+        lambda x: aten.log_sigmoid_forward(x)[0],
+        lambda x: aten.lerp.Scalar(x, -x, 0.3),
+        lambda x: aten.lerp.Scalar(x, -x, 0.7),
+    ):
+        (found,) = evaluate(translated(function, x), x)
+        torch.testing.assert_close(found, function(x))
 
 
 def test_silu_is_near():
@@ -267,7 +328,6 @@ REFUSED = {
     "a power of integers": (lambda x: x**3, [I64]),
     "an integer and a float": (lambda x: x + 0.5, [I64]),
     "integers and floats": (lambda x, y: x * y, [I64, F]),
-    "booleans and floats": (lambda x, y: x * y, [MASK, F]),
     "logic of floats": (lambda x: torch.logical_and(x, x), [F]),
     "not of floats": (lambda x: torch.logical_not(x), [F]),
     "clamp of integers at a float": (lambda x: x.clamp(-0.5, 1.5), [I64]),

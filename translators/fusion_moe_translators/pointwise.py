@@ -4,6 +4,7 @@ has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,12 @@ _UNARY = (
     "reciprocal",
     "tanh",
     "erf",
+    "erfc",
+    "sin",
+    "cos",
+    "atan",
+    "floor",
+    "round",
     "relu",
     "sigmoid",
     "silu",
@@ -52,8 +59,10 @@ _OVERLOADS: dict[str, tuple[str, ...]] = {
     "maximum": ("",),
     "logical_and": ("",),
     "logical_or": ("",),
-    "pow": (".Tensor_Tensor",),
+    "pow": (".Tensor_Tensor", ".Scalar"),
 }
+# of which prims has an operation too, in traces that torch has decomposed
+_ONLY_ATEN = ("relu", "sigmoid", "silu", "logical_not", "logical_and", "logical_or")
 _WIDER = {frozenset(("bf16", "f16")): "f32"}
 
 
@@ -87,6 +96,9 @@ def _promoted(dtypes: list[str]) -> str:
     kinds = set(dtypes)
     if len(kinds) == 1:
         return dtypes[0]
+    kinds -= {"bool"} if kinds & set(FLOATS) else set()
+    if len(kinds) == 1:
+        return kinds.pop()
     for family in (FLOATS, INTS):
         if kinds <= set(family):
             return _WIDER.get(frozenset(kinds), min(kinds, key=family.index))
@@ -128,6 +140,13 @@ for _name in _UNARY:
 for _name in _BINARY:
     for _overload in _OVERLOADS.get(_name, (".Tensor", ".Scalar")):
         translator(f"aten::{_name}{_overload}")(_binary(_name))
+for _name in {*_UNARY, *_BINARY} - {*_ONLY_ATEN}:
+    translator(f"prims::{_name}")((_unary if _name in _UNARY else _binary)(_name))
+for _name, _of_masks in {"and": "logical_and", "or": "logical_or", "xor": "ne"}.items():
+    for _op in f"aten::bitwise_{_name}.Tensor", f"prims::bitwise_{_name}":
+        translator(_op)(_binary(_of_masks))
+for _op in "aten::bitwise_not", "prims::bitwise_not":
+    translator(_op)(_unary("logical_not"))
 
 
 @translator("aten::pow.Tensor_Scalar")
@@ -150,15 +169,123 @@ def to_copy(fd: FusionDefinition, x: Value, *, dtype: str | None = None, **other
     return fd.ops.cast(x, dtype=dtype or x.type.dtype)
 
 
-@translator("aten::where.self")
 def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
     """condition ? a : b"""
+    if not isinstance(a, Value) and not isinstance(b, Value):
+        dtype = "f32" if isinstance(a, float) or isinstance(b, float) else "i64"
+        b = fd.ops.cast(condition, dtype=dtype) * 0 + b
     a, b = together(fd, a, b)
     rank = max(len(v.type.shape) for v in (condition, a, b) if isinstance(v, Value))
     condition, a, b = (
         _ranked(fd, v, rank) if isinstance(v, Value) else v for v in (condition, a, b)
     )
     return fd.ops.where(condition, a, b)
+
+
+for _op in "aten::where.self", "prims::where":
+    translator(_op)(where)
+
+
+@translator("aten::masked_fill.Scalar")
+def masked_fill(fd: FusionDefinition, x: Value, mask: Value, value: float) -> Value:
+    """value where a mask is true, x elsewhere"""
+    return where(fd, mask, value, x)
+
+
+@translator("aten::threshold")
+def threshold(fd: FusionDefinition, x: Value, threshold: float, value: float) -> Value:
+    """x where it is above a threshold, value elsewhere; NaN remains"""
+    return fd.ops.where(x <= threshold, value, x)
+
+
+@translator("aten::lerp.Scalar")
+def lerp(fd: FusionDefinition, a: Value, b: Value, weight: float) -> Value:
+    """a + weight * (b - a), from the end that is nearer, as torch computes it"""
+    narrow = together(fd, a, b)
+    a, b = (in_f32(fd, v) for v in narrow)
+    y = a + (b - a) * weight if abs(weight) < 0.5 else b - (b - a) * (1.0 - weight)
+    return fd.ops.cast(y, dtype=narrow[0].type.dtype)
+
+
+def in_f32(fd: FusionDefinition, x: Value) -> Value:
+    """x as torch computes it, without rounding in between"""
+    return fd.ops.cast(x, dtype="f32") if x.type.dtype in ("bf16", "f16") else x
+
+
+@translator("aten::log_sigmoid_forward")
+def log_sigmoid(fd: FusionDefinition, x: Value) -> tuple[Value, Value]:
+    """log(sigmoid(x)), and what torch saves beside it, which nothing reads"""
+    wide = in_f32(fd, x)
+    y = fd.ops.minimum(wide, 0.0) - fd.ops.log1p(fd.ops.exp(-abs(wide)))
+    return fd.ops.cast(y, dtype=x.type.dtype), x
+
+
+def _sign(ops: Any, x: Value) -> Value:
+    above, below = (ops.cast(mask, dtype=x.type.dtype) for mask in (x > 0.0, x < 0.0))
+    return above - below
+
+
+def _trunc(ops: Any, x: Value) -> Value:
+    return ops.where(x < 0.0, -ops.floor(-x), ops.floor(x))
+
+
+def _asinh(ops: Any, x: Value) -> Value:
+    square = x * x
+    return _sign(ops, x) * ops.log1p(abs(x) + square / (ops.sqrt(square + 1.0) + 1.0))
+
+
+# of floats, computed in float32 and rounded once
+_COMPOSED: dict[str, Callable[[Any, Value], Value]] = {
+    "exp2": lambda ops, x: ops.pow(2.0, x),
+    "log2": lambda ops, x: ops.log(x) * (1 / math.log(2)),
+    "log10": lambda ops, x: ops.log(x) * (1 / math.log(10)),
+    "tan": lambda ops, x: ops.sin(x) / ops.cos(x),
+    "sinh": lambda ops, x: (ops.expm1(x) - ops.expm1(-x)) * 0.5,
+    "cosh": lambda ops, x: (ops.exp(x) + ops.exp(-x)) * 0.5,
+    "asinh": _asinh,
+    "atanh": lambda ops, x: (ops.log1p(x) - ops.log1p(-x)) * 0.5,
+    "asin": lambda ops, x: ops.atan(x / ops.sqrt(1.0 - x * x)),
+    "acos": lambda ops, x: math.pi / 2 - ops.atan(x / ops.sqrt(1.0 - x * x)),
+    "sign": _sign,
+    "ceil": lambda ops, x: -ops.floor(-x),
+    "trunc": _trunc,
+    "frac": lambda ops, x: x - _trunc(ops, x),
+}
+
+
+def _composed(name: str) -> Callable[..., Value]:
+    def translate(fd: FusionDefinition, x: Value) -> Value:
+        if x.type.dtype not in FLOATS:
+            raise Untranslatable(f"{name} of {x.type}", expected="floats")
+        return fd.ops.cast(_COMPOSED[name](fd.ops, in_f32(fd, x)), dtype=x.type.dtype)
+
+    return translate
+
+
+for _name in _COMPOSED:
+    translator(f"aten::{_name}")(_composed(_name))
+    if _name != "frac":
+        translator(f"prims::{_name}")(_composed(_name))
+
+
+@translator("aten::isnan")
+def isnan(fd: FusionDefinition, x: Value) -> Value:
+    """a mask"""
+    return fd.ops.ne(x, x)
+
+
+def _of_numbers(name: str) -> Callable[..., Value]:
+    def translate(fd: FusionDefinition, a: Value, b: Value) -> Value:
+        a, b = together(fd, a, b)
+        both = getattr(fd.ops, name)(a, b)
+        return fd.ops.where(fd.ops.ne(a, a), b, fd.ops.where(fd.ops.ne(b, b), a, both))
+
+    return translate
+
+
+for _name, _other in {"fmax": "maximum", "fmin": "minimum"}.items():
+    for _op in f"aten::{_name}", f"prims::{_name}":
+        translator(_op)(_of_numbers(_other))
 
 
 @translator("aten::clamp")

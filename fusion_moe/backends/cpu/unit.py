@@ -21,7 +21,9 @@ from .segment import Source
 # C++ headers that are included only by texts with such words: they take longer to compile than most
 # segments.
 _WORDS = {
-    "cmath": re.compile(r"\bstd::(fabs|sqrt)\b|\b(NAN|INFINITY)\b"),
+    "cmath": re.compile(
+        r"\bstd::(fabs|sqrt|erfc|sin|cos|atan|floor|nearbyint)\b|\b(NAN|INFINITY)\b"
+    ),
     "numeric": re.compile(r"\bstd::accumulate\b"),
     "vector": re.compile(r"\bstd::vector\b"),
 }

@@ -234,10 +234,22 @@ def _erf_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
 
 def _pow_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, exponent = op.inputs
-    if not isinstance(x, Value) or isinstance(exponent, Value):
-        raise NotImplementedError("the derivative of pow with an exponent that is a tensor")
-    slope = x ** (exponent - 1) * exponent if exponent else 0.0
-    return [dy * slope, None]
+    if not isinstance(exponent, Value):
+        assert isinstance(x, Value)
+        return [dy * (x ** (exponent - 1) * exponent if exponent else 0.0), None]
+    if not isinstance(x, Value):
+        return [None, dy * op.outputs[0] * math.log(x)] if x > 0 else [None, None]
+    return _pow_grads(fd, op, dy)
+
+
+def _pow_slopes(ops: Any, x: Value, exponent: Value, y: Value, g: Value) -> Sequence[Value]:
+    """Those of a power of two tensors: 0 where torch's are, not NaN."""
+    of_x = ops.where(ops.eq(exponent, 0.0), 0.0, exponent * x ** (exponent - 1.0))
+    of_exponent = ops.where(ops.eq(x, 0.0) & (exponent >= 0.0), 0.0, y * ops.log(x))
+    return g * of_x, g * of_exponent
+
+
+_pow_grads = _binary_grad(_pow_slopes)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -311,6 +323,12 @@ TABLE = (
     _unary("reciprocal", _float, torch.reciprocal, lambda o, x, y, g: -(g * (y * y))),
     _unary("tanh", _float, torch.tanh, lambda o, x, y, g: g * (1.0 - y * y)),
     _unary("erf", _float, torch.erf, _erf_grad),
+    _unary("erfc", _float, torch.erfc, lambda o, x, y, g: -_erf_grad(o, x, y, g)),
+    _unary("sin", _float, torch.sin, lambda o, x, y, g: g * o.cos(x)),
+    _unary("cos", _float, torch.cos, lambda o, x, y, g: -(g * o.sin(x))),
+    _unary("atan", _float, torch.atan, lambda o, x, y, g: g / (x * x + 1.0)),
+    _unary("floor", _float, torch.floor, lambda o, x, y, g: g * 0.0),
+    _unary("round", _float, torch.round, lambda o, x, y, g: g * 0.0),
     _unary("relu", _number, torch.relu, lambda o, x, y, g: o.where(x > 0.0, g, 0.0)),
     _unary("sigmoid", _float, torch.sigmoid, lambda o, x, y, g: g * (y * (1.0 - y))),
     _unary("silu", _float, _silu, _silu_grad),

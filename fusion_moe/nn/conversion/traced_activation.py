@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -14,6 +15,7 @@ from torch._guards import tracing
 from torch.fx import GraphModule, Node
 
 from ...definitions import translate
+from ...definitions.nodes import op_name
 from ...definitions.walk import Walk
 from ...encodings.real import real_tensors
 from ...errors import Error, UnsupportedError, Untranslatable
@@ -53,6 +55,7 @@ def activation(
         return function(*x.unflatten(1, (parts, -1)).unbind(1), *more)
 
     try:
+        _need_parts(function, parts + parameters)
         with real_tensors():
             return _text(_columns(of_columns, parts, parameters), interleave)
     except Error as error:
@@ -129,7 +132,9 @@ def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _
     """The graph of a function of f32[_ROWS, parts * I], and of parameters f32[_ROWS, I]. What has
     no translator is decomposed.
     """
+    from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
 
     def called(*inputs: Tensor) -> Any:  # the tracer reads signatures, and miscounts methods'
         return function(*inputs)
@@ -138,10 +143,39 @@ def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _
     inputs = [torch.empty(_ROWS, width, dtype=torch.float32) for width in widths]
     try:
         with tracing(None):  # otherwise sizes would be the symbols of a trace around this call
-            graph = make_fx(called, _decompositions(), "fake", _allow_non_fake_inputs=True)(*inputs)
+            trace = make_fx(
+                functionalize(called, remove="mutations"),
+                _decompositions(),
+                "fake",
+                _allow_non_fake_inputs=True,
+            )
+            with preserve_node_meta():  # what was decomposed
+                graph = trace(*inputs)
     except Exception as error:  # of the user's function, or of the tracer
         raise Untranslatable(message(error).split("\n")[0]) from error
     return _Columns(graph, parts)
+
+
+def _need_parts(function: Callable[..., Any], count: int) -> None:
+    """Untranslatable for a function that takes fewer tensors than there are parts: the next one
+    would be a number of its own.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p for p in taken if not isinstance(p.default, (bool, int, float))]
+    if len(taken) < count:
+        names = ", ".join(p.name for p in taken) or "none"
+        raise Untranslatable(
+            f"a function of {len(taken)} tensors ({names}) for {count}",
+            expected="function(gate, up), which gets the halves of each row, and then parameters",
+            todo="write f(gate, up) in place of x.chunk(2, -1); parts=1 is for experts without a "
+            "gate",
+        )
 
 
 @lru_cache(maxsize=1)
@@ -171,6 +205,12 @@ class _Columns:
                     expected="a function of its arguments",
                     todo="activation(function, parameters=1) passes it parameters of each expert",
                 )
+            if n.target is torch.ops.aten.detach.default:
+                raise Untranslatable(
+                    "a tensor that is detached", expected="gradients of all that is computed"
+                )
+            if n.target is torch.ops.aten._to_copy.default:  # all tensors are on one device
+                n.kwargs = {"dtype": n.kwargs.get("dtype")}
             if n.op == "call_function" and _is_view(n) and n.args[0] in self.positions:
                 self.positions[n] = n.target(self.positions[n.args[0]], *n.args[1:], **n.kwargs)
         self.part_of = {
@@ -189,7 +229,10 @@ class _Columns:
             for part in range(self.parts):
                 if torch.equal(divided[:, :, part].flatten(1), positions):
                     return part, turns
-        raise Untranslatable("an operation on columns other than all of gate, or all of up")
+        raise Untranslatable(
+            "an operation on columns other than all of gate, or all of up",
+            todo="write f(gate, up) for the halves of rows" if self.parts == 1 else "",
+        )
 
     def body(self, fd: FusionDefinition, *inputs: Value) -> Value:
         """What the graph computes of the parts, then the parameters."""
@@ -213,6 +256,17 @@ class _Columns:
 class _Rows(Walk):
     """A walk over calls on tensors [_ROWS, _FEATURES], which stand for those of any sizes."""
 
+    def called(self, n: Node) -> str:
+        """The function of torch that was decomposed into it."""
+        return str(getattr(n.meta.get("original_aten"), "overloadpacket", op_name(n)))
+
+    def _translate(self, n: Node) -> None:
+        constant = _constant(n)
+        if constant is None:
+            super()._translate(n)
+        else:  # a number beside each element
+            self.values[n], self.made[n] = constant, ()
+
     def type_of(self, val: Tensor) -> TensorType:
         """Of the number of rows and features that the parts have."""
         if tuple(val.shape) != (_ROWS, _FEATURES):
@@ -222,6 +276,25 @@ class _Rows(Walk):
             )
         part: Value = next(iter(self.values.values()))
         return part.type.with_(dtype=dtype_name(val.dtype))
+
+
+# what makes tensors of one number, and which of the arguments that is, or the number
+_CONSTANTS = {
+    **{f"{lib}::scalar_tensor": (0, None) for lib in ("aten", "prims")},
+    **{f"{lib}::full{like}": (1, None) for lib in ("aten", "prims") for like in ("", "_like")},
+    "aten::new_full": (2, None),
+    **{f"aten::{name}": (0, 0.0) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{f"aten::{name}": (0, 1.0) for name in ("ones", "ones_like", "new_ones")},
+}
+
+
+def _constant(n: Node) -> float | bool | None:
+    """The number that all elements are, of a call that makes such a tensor."""
+    if n.target is operator.getitem or op_name(n) not in _CONSTANTS:
+        return None
+    at, number = _CONSTANTS[op_name(n)]
+    found: Any = n.args[at] if number is None else number
+    return float(found) if n.meta["val"].is_floating_point() else found
 
 
 def _is_view(n: Node) -> bool:

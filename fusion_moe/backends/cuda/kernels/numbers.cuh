@@ -16,6 +16,12 @@ namespace std {  // the functions that generated code calls, in float32
 
 __device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
 __device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
+__device__ __forceinline__ float erfc(float x) { return ::erfcf(x); }
+__device__ __forceinline__ float sin(float x) { return ::sinf(x); }
+__device__ __forceinline__ float cos(float x) { return ::cosf(x); }
+__device__ __forceinline__ float atan(float x) { return ::atanf(x); }
+__device__ __forceinline__ float floor(float x) { return ::floorf(x); }
+__device__ __forceinline__ float nearbyint(float x) { return ::rintf(x); }
 
 }  // namespace std
 
