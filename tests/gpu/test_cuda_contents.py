@@ -12,6 +12,7 @@ import fusion_moe
 from fusion_moe.errors import GroupsError, OptionError
 
 pytestmark = pytest.mark.gpu
+CALLS = [*bad_calls()]
 
 
 def on_gpu(arguments):
@@ -25,12 +26,17 @@ def on_gpu(arguments):
     }
 
 
-def test_bad_elements():
-    for name, good, argument, cases in bad_calls():
-        op = getattr(torch.ops.fusion_moe, name)
-        if argument != "peers":
-            op(**on_gpu(good))
+@pytest.mark.parametrize(
+    ("name", "good", "argument", "cases"), CALLS, ids=[f"{c[0]} {c[2]}" for c in CALLS]
+)
+def test_bad_elements(name, good, argument, cases):
+    op = getattr(torch.ops.fusion_moe, name)
+    if argument != "peers":
+        op(**on_gpu(good))
+        fusion_moe.synchronize()
+    wanted = OptionError if argument == "peers" else GroupsError
+    for bad in cases:
+        with pytest.raises(wanted):  # noqa: PT012  (whichever of the two sees it)
+            op(**on_gpu(bad))
             fusion_moe.synchronize()
-        for bad in cases:
-            with pytest.raises(OptionError if argument == "peers" else GroupsError):
-                print(name, argument, op(**on_gpu(bad)), fusion_moe.synchronize())
+            pytest.fail(f"{bad[argument].tolist()} is taken")
