@@ -134,6 +134,9 @@ converters: Hook[Callable[[], Mapping[str, Any]]] = Hook()
 # adapt(model, places, rank, alpha, dtype) -> the adapters that a package added to weights, each
 # named by a module and a projection of it; None if it has not adapted the model.
 adapt: Hook[Callable[[Any, Any, int, float, Any], Sequence[Any] | None]] = Hook()
+# families(directory) -> the Family (checkpoints/families.py) of a Directory, None for a class that
+# the package does not know.
+families: Hook[Callable[[Any], Any]] = Hook()
 # training() -> how float experts of a package's models train with our operations: an imperative.
 training: Hook[Callable[[], str]] = Hook()
 # advice(module) -> what would make a module faster, or use it more: sentences.

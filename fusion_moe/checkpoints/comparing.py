@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..messages.progress import progress
-from .conversion import Source
-from .experts import layers_of_experts
-from .fused import FusedOrder, family_order, matrices_of, order_of
+from .families import Family, known_family
+from .fused import FusedOrder, family_order, matrices_of
+from .layers import layers_of_floats, orders_of_floats
+from .source import Source
 
 
 @dataclass(frozen=True)
@@ -76,36 +77,41 @@ def _squares(name: str, mine: Mapping[str, _Matrix], theirs: Mapping[str, _Matri
 
 def _matrices(source: Source) -> dict[str, _Matrix]:
     """All matrices by name, those of experts as `…experts.3.gate_proj`."""
-    config, plain = source.directory.config, source.plain
-    layers = layers_of_experts([*source.weights, *plain], config).values()
+    plain, family = source.plain, known_family(source.directory)
+    layers, to = layers_of_floats(source, family)
     found: dict[str, _Matrix] = {}
-    for layer in layers:
-        shapes = {
-            projection: (source.weights.get(name) or plain[name]).shape
-            for projection, (name, *_) in layer.projections.items()
-        }
+    for layer in layers.values():
         for projection, names in layer.projections.items():
             encoded = names[0] in source.weights
             if not layer.fused:
-                found |= {
-                    f"{layer.name}.{e}.{projection}": _Matrix(
+                for e, name in enumerate(names):
+                    usual = f"{layer.name}.{e}.{projection}"
+                    found[usual if to[name] == name else to[name]] = _Matrix(
                         layer.name, name in source.weights, partial(_whole, source, name)
                     )
-                    for e, name in enumerate(names)
-                }
                 continue
-            order = family_order(config) if encoded else order_of(layer, shapes, config)
-            order = replace(order, transposed=order.transposed and not encoded)
+            count = (source.weights.get(names[0]) or plain[names[0]]).shape[0]
+            order = (
+                _of_encoded(source, family, names[0])
+                if encoded
+                else orders_of_floats(source, family, layer)[names[0]]
+            )
             of_expert = matrices_of(projection)
-            for e, (at, matrix) in product(range(shapes[projection][0]), enumerate(of_expert)):
+            for e, (at, matrix) in product(range(count), enumerate(of_expert)):
                 read = partial(_of_expert, source, names[0], order, e, at, len(of_expert))
                 found[f"{layer.name}.{e}.{matrix}"] = _Matrix(layer.name, encoded, read)
-    of_experts = {name for layer in layers for name in layer.names}
+    of_experts = {name for layer in layers.values() for name in layer.names}
     others = {n for n, entry in plain.items() if len(entry.shape) == 2} | {*source.weights}
     return found | {
         name: _Matrix(name, name in source.weights, partial(_whole, source, name))
         for name in others - of_experts
     }
+
+
+def _of_encoded(source: Source, family: Family, name: str) -> FusedOrder:
+    experts = family.of(source.weights[name].elements.name)
+    usual = family_order(source.directory.config)
+    return FusedOrder(in_turns=experts.in_turns if experts else usual.in_turns)
 
 
 def _whole(source: Source, name: str) -> Tensor:

@@ -14,8 +14,6 @@ Before dst gets its name, it is read again completely and compared with src.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,12 @@ from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
 from .configurations import compressed_config, modelopt_config, older_config, own_entries
 from .directory import Directory, without_quantization
-from .experts import layers_of_experts
 from .headers import Entry
+from .layers import Layer, layers_in_floats, need_exactly
 from .schemes import FP8_OF_MATRIX, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
+from .source import Source
 from .stored import StoredWeight, weights_in
-from .values import check_weight
 from .writing import SHARD_BYTES, Configs, write
 from .written import compressed_scheme, encoded_step
 
@@ -71,8 +69,9 @@ def convert(
             todo="quantize makes NVFP4 of floats, and of other types of GGUF",
             where=str(src),
         )
+    layers: list[Layer] = []
     if to == "dense":
-        steps = list(source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known))
+        steps, layers = _dense_steps(source, dtype)
         config = without_quantization(source.directory.config)
         config.pop("torch_dtype", None)
         configs: Configs = config | {"dtype": str(dtype).removeprefix("torch.")}, None
@@ -81,7 +80,10 @@ def convert(
         encodings = {w.name: e for w in source.weights.values() if (e := w.scheme.encoding)}
         configs = with_config(source, compressed_config(encodings, matrices_in_floats(steps)))
     else:
-        steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
+        layers = layers_in_floats(source, becomes_bfloat16)
+        rest = steps_beside(layers, source, lambda weight: modelopt_step(source, weight), renamed)
+        experts = (step for layer in layers for step in layer.steps(torch.bfloat16, exact=True))
+        steps = [*rest, *experts]
         configs = modelopt_configs(source, steps)
     return write(
         dst,
@@ -90,92 +92,23 @@ def convert(
         configs,
         shard_bytes=shard_bytes,
         how=("convert", to, str(dtype)),
-        check=lambda written: _check(source, written),
+        check=lambda written: _check(source, written, layers),
         dry_run=dry_run,
     )
 
 
 def dense_tensors(src: str | Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """What `convert(src, dst, to="dense", dtype=dtype)` would write, in memory."""
-    source = Source.open(src)
-    steps = source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known)
+    steps, _ = _dense_steps(Source.open(src), dtype)
     return {name: tensor for step in steps for name, tensor in step.make().items()}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A directory and the weights in it."""
-
-    directory: Directory
-    weights: Mapping[str, StoredWeight]
-
-    @classmethod
-    def open(cls, path: str | Path) -> Source:
-        """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
-        directory = Directory.open(path)
-        source = cls(directory, weights_in(directory))
-        layers_of_experts([*source.weights, *source.plain], directory.config)
-        return source
-
-    @cached_property
-    def plain(self) -> dict[str, Entry]:
-        """The float tensors that may be matrices, or the matrices of all experts, by their names
-        without `.weight`.
-        """
-        return {
-            e.name.removesuffix(".weight"): e
-            for e in self.directory.tensors.values()
-            if e.dtype in FLOATS and len(e.shape) in (2, 3)
-        }
-
-    def steps(
-        self,
-        of_weight: Callable[[StoredWeight], Step],
-        of_other: Callable[[Source, Entry], Step | None],
-    ) -> Iterator[Step]:
-        """The steps of writing, in the order of src: one for each weight, and one for each other
-        tensor unless of_other returns None.
-        """
-        weight_of = {
-            entry.name: weight
-            for weight in self.weights.values()
-            for entry in weight.entries.values()
-        }
-        done: set[str] = set()
-        for entry in self.directory.tensors.values():
-            weight = weight_of.get(entry.name)
-            if weight is None:
-                step = of_other(self, entry)
-                if step is not None:
-                    yield step
-            elif weight.name not in done:
-                done.add(weight.name)
-                yield of_weight(weight)
-
-    def kept(self, entry: Entry) -> Step:
-        """A step that writes a tensor unchanged."""
-        return Step(
-            (Planned(entry.name, entry.dtype, entry.shape),),
-            lambda: {entry.name: self.directory.read(entry.name)},
-        )
-
-    def quantized(self, weight: StoredWeight) -> Quantized:
-        """A weight in its encoding. CheckpointError as from `check_scales`."""
-        check_weight(self.directory.read, weight)
-        return weight.quantized(self.directory.read)
-
-    def matrices(self, weight: StoredWeight) -> Iterator[Tensor]:
-        """f32 [N, K], one matrix after another. CheckpointError as from `check_scales`."""
-        check_weight(self.directory.read, weight, columns=False)
-        if not weight.scheme.fused:
-            yield weight.floats(self.directory.read)
-            return
-        parts = weight.parts(self.directory.read)
-        for e in range(weight.shape[0]):
-            yield weight.scheme.floats(part[e] for part in parts)
-
-
 # To ModelOpt's form -------------------------------------------------------------------------------
+
+
+def becomes_bfloat16(weight: StoredWeight) -> bool:
+    """Whether ModelOpt's form has no way to store a weight: 8-bit floats with several scales."""
+    return (weight.scheme.encoding is None or weight.scheme.eight_bits) and not weight.of_matrix
 
 
 def modelopt_step(source: Source, weight: StoredWeight) -> Step:
@@ -183,13 +116,13 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     form.
     """
     encoding = weight.scheme.encoding
-    if encoding is None or weight.scheme.eight_bits:
-        if weight.of_matrix:
-            return encoded_step(
-                FP8_OF_MATRIX, weight.name, weight.shape, lambda: source.quantized(weight)
-            )
-        # exact in bfloat16 if scales are powers of two
+    if becomes_bfloat16(weight):  # exact if scales are powers of two
         return dense_step(source, weight, torch.bfloat16, exact=True)
+    if weight.of_matrix:
+        return encoded_step(
+            FP8_OF_MATRIX, weight.name, weight.shape, lambda: source.quantized(weight)
+        )
+    assert encoding is not None, "8-bit floats"
     if encoding is not NVFP4 and NVFP4.name not in encoding.equivalents:
         raise UnsupportedError(
             f"{weight.name} in {encoding.name}",
@@ -307,6 +240,32 @@ def _compressed_step(source: Source, weight: StoredWeight) -> Step:
 # To floats ----------------------------------------------------------------------------------------
 
 
+def _dense_steps(source: Source, dtype: torch.dtype) -> tuple[list[Step], list[Layer]]:
+    """Writes all in floats, and experts as their class reads them: these layers."""
+    layers = layers_in_floats(source, lambda weight: True)
+    steps = steps_beside(
+        layers, source, lambda weight: dense_step(source, weight, dtype), _unless_known
+    )
+    return [*steps, *(step for layer in layers for step in layer.steps(dtype))], layers
+
+
+def steps_beside(
+    layers: Sequence[Layer],
+    source: Source,
+    of_weight: Callable[[StoredWeight], Step],
+    of_other: Callable[[Source, Entry], Step | None],
+) -> Iterator[Step]:
+    """`Source.steps`, but for the tensors of layers."""
+    tensors = {name for layer in layers for name in layer.tensors}
+
+    def unless_of_layers(weight: StoredWeight) -> Step | None:
+        return None if weight.elements.name in tensors else of_weight(weight)
+
+    return source.steps(
+        unless_of_layers, lambda s, entry: None if entry.name in tensors else of_other(s, entry)
+    )
+
+
 def dense_step(
     source: Source, weight: StoredWeight, dtype: torch.dtype, exact: bool = False
 ) -> Step:
@@ -321,15 +280,10 @@ def dense_step(
         whole = torch.empty(shape, dtype=dtype)
         for into, matrix in zip(whole if lead else [whole], source.matrices(weight), strict=True):
             into.copy_(matrix.mT if lead else matrix)
-            if exact and not torch.equal(into.float(), matrix):
-                raise UnsupportedError(
-                    f"{weight.name}: FP8 whose scales are no powers of two"
-                    if weight.scheme.eight_bits
-                    else f"{weight.name} in {weight.scheme.name}",
-                    expected="numbers that bfloat16 holds",
-                    todo='convert it to="dense", or quantize it',
-                    where="convert",
-                )
+            if exact:
+                why = "FP8 whose scales are no powers of two"
+                found = f": {why}" if weight.scheme.eight_bits else f" in {weight.scheme.name}"
+                need_exactly(into, matrix, weight.name + found)
         return {name: whole}
 
     return Step((Planned(name, dtype, shape),), make)
@@ -343,12 +297,17 @@ def _unless_known(source: Source, entry: Entry) -> Step | None:
 # Comparing ----------------------------------------------------------------------------------------
 
 
-def _check(source: Source, written: Directory) -> None:
+def _check(source: Source, written: Directory, layers: Sequence[Layer]) -> None:
     """CheckpointError unless what was written has the numbers of the source: those of weights, in
-    the dtype that they are written in, and the bytes of all other tensors.
+    the dtype that they are written in, and the bytes of all other tensors. layers: that have other
+    tensors than in the source.
     """
-    target = Source(written, weights_in(written))
-    for weight in progress(source.weights.values(), "comparing", len(source.weights)):
+    target, of_layers = Source(written, weights_in(written)), {n for a in layers for n in a.tensors}
+    for layer in progress(layers, "comparing experts", len(layers)):
+        for name, a, b in layer.compared(written.read):
+            _check_equal(a, b, name)
+    weights = [w for w in source.weights.values() if w.elements.name not in of_layers]
+    for weight in progress(weights, "comparing", len(weights)):
         for a, b in zip(source.matrices(weight), _written(target, weight), strict=True):
             _check_equal(a.to(b.dtype), b, weight.name)
     parts = {entry.name for weight in source.weights.values() for entry in weight.entries.values()}

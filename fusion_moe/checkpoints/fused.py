@@ -43,6 +43,7 @@ class FusedOrder:
         return rows[at::count] if self.in_turns else rows.chunk(count)[at]
 
 
+AS_STORED = FusedOrder()
 _GATE_THEN_UP, _IN_TURNS = FusedOrder(transposed=True), FusedOrder(transposed=True, in_turns=True)
 _TRANSPOSED = {  # by the model_type of config.json
     "aria": _GATE_THEN_UP,

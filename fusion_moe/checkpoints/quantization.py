@@ -4,11 +4,10 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +18,23 @@ from ..encodings.search import check_rule, usual_rule
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from ..messages.skipped import check_skip, fits
 from .conversion import (
-    Source,
     dense_step,
     matrices_in_floats,
     modelopt_configs,
     modelopt_step,
     renamed,
+    steps_beside,
     with_config,
 )
 from .directory import Directory
-from .experts import (
-    LayerExperts,
-    layers_of_experts,
-    predicts_further_tokens,
-)
-from .fused import FusedOrder, matrices_of, order_of
+from .experts import LayerExperts, predicts_further_tokens
+from .families import Family, known_family
+from .fused import FusedOrder, matrices_of
 from .headers import Entry, Read
+from .layers import layers_in_floats, layers_of_floats, orders_of_floats
 from .schemes import KNOWN, Scheme
 from .shard import Planned, Step
+from .source import Source
 from .stored import StoredWeight, weights_in
 from .writing import SHARD_BYTES, write
 from .written import encoded_step, form_of
@@ -73,7 +71,8 @@ def quantize(
     rule = usual_rule(form.encoding) if scales is None else scales
     check_rule(rule, form.encoding)
     source = Source.open(src)
-    experts = dict(_experts(source, Rounding(form.scheme, rule, skip)))
+    family = known_family(source.directory)
+    experts = dict(_experts(source, Rounding(form.scheme, rule, skip), family))
     if not experts:
         known = "…experts.0.up_proj.weight, w1, w3, w2, …experts.gate_up_proj"
         raise UnsupportedError(
@@ -85,15 +84,20 @@ def quantize(
             where=str(src),
         )
 
+    def becomes_floats(weight: StoredWeight) -> bool:
+        in_form = weight.scheme.encoding == form.encoding and not weight.scheme.fused
+        kept = to == "nvfp4" and (weight.of_matrix or not weight.scheme.eight_bits)
+        return weight.name not in experts and not (in_form or kept)
+
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
-        if to == "nvfp4" and (weight.of_matrix or not weight.scheme.eight_bits):
+        if becomes_floats(weight):
+            return dense_step(source, weight, torch.bfloat16, exact=not weight.scheme.eight_bits)
+        if to == "nvfp4":
             return modelopt_step(source, weight)
-        if weight.scheme.encoding == form.encoding and not weight.scheme.fused:
-            make = partial(source.quantized, weight)
-            return encoded_step(form.scheme, weight.name, weight.shape, make)
-        return dense_step(source, weight, torch.bfloat16, exact=not weight.scheme.eight_bits)
+        make = partial(source.quantized, weight)
+        return encoded_step(form.scheme, weight.name, weight.shape, make)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
@@ -102,7 +106,13 @@ def quantize(
         scale_of = (entry.name.removesuffix(suffix) for suffix in KNOWN)
         return None if any(name in experts for name in scale_of) else renamed(source, entry)
 
-    steps = list(source.steps(of_weight, of_other))
+    floats = [
+        layer
+        for layer in layers_in_floats(source, becomes_floats, family)
+        if not experts.keys() & {*layer.stored.names}
+    ]
+    steps = list(steps_beside(floats, source, of_weight, of_other))
+    steps += (step for layer in floats for step in layer.steps(torch.bfloat16))
     if to == "nvfp4":
         config, older = modelopt_configs(source, steps)
     else:
@@ -131,12 +141,12 @@ class Rounding:
     skip: Sequence[str]
 
 
-def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
+def _experts(source: Source, how: Rounding, family: Family) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
     plain, config = source.plain, source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
     wide: dict[str, Entry | StoredWeight] = {**plain, **fp8}  # all others have few bits already
-    found = layers_of_experts([*plain, *source.weights], config)
+    found, to = layers_of_floats(source, family)
     layers = {name: of for name, of in found.items() if any(n in wide for n in of.names)}
     check_skip(how.skip, [*layers], "quantize")
     for layer in layers.values():
@@ -149,29 +159,13 @@ def _experts(source: Source, how: Rounding) -> Iterator[tuple[str, Step]]:
                 f"{empty}", expected="experts with elements", where=str(empty.file)
             )
         if layer.fused:
-            yield from _fused(source, layer, how)
+            if all(name in plain for name in layer.names):
+                yield from _fused(source, layer, how, family)
             continue
-        for name, to in _written(layer, config).items():
+        for name in layer.names:
             if name in wide:
                 read = partial(_matrix, source, name)
-                yield name, _quantized(to, wide[name].shape, read, how)
-
-
-def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
-    """The name that each matrix gets: its own, but in ERNIE 4.5 VL, whose files have experts for
-    images after those for texts.
-    """
-    if config.get("model_type") != "ernie4_5_vl_moe":
-        return {name: name for name in layer.names}
-    block, half = layer.name.removesuffix("experts"), (layer.experts or 0) // 2
-    experts = [
-        f"{block}{moe}.experts.{e}" for moe in ("text_moe", "vision_moe") for e in range(half)
-    ]
-    return {
-        name: f"{to}.{projection}"
-        for projection, names in layer.projections.items()
-        for name, to in zip(names, experts, strict=False)
-    }
+                yield name, _quantized(to[name], wide[name].shape, read, how)
 
 
 def _matrix(source: Source, name: str) -> Tensor:
@@ -181,15 +175,17 @@ def _matrix(source: Source, name: str) -> Tensor:
     return floats.bfloat16()
 
 
-def _fused(source: Source, layer: LayerExperts, how: Rounding) -> Iterator[tuple[str, Step]]:
+def _fused(
+    source: Source, layer: LayerExperts, how: Rounding, family: Family
+) -> Iterator[tuple[str, Step]]:
     """Fused weights and biases of all experts, written as single experts, as ModelOpt writes
     them.
     """
     read, plain = source.directory.read, source.plain
     shapes = {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
-    order = order_of(layer, shapes, source.directory.config)
+    orders = orders_of_floats(source, family, layer)
     for projection, (name,) in layer.projections.items():
-        matrices = matrices_of(projection)
+        matrices, order = matrices_of(projection), orders[name]
         n, k = order.matrix_shape(shapes[projection])
         rows, count = n // len(matrices), len(matrices)
         places = [

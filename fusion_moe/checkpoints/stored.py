@@ -34,6 +34,11 @@ class StoredWeight:
     shape: tuple[int, ...]
 
     @property
+    def elements(self) -> Entry:
+        """The tensor of its first part."""
+        return self.entries[self.scheme.parts[0].part]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its parts in files."""
         return sum(entry.nbytes for entry in self.entries.values())

@@ -25,7 +25,7 @@ from ..checkpoints import (
     stored_weights,
 )
 from ..checkpoints.comparing import errors_of
-from ..checkpoints.conversion import Source
+from ..checkpoints.source import Source
 from ..encodings import BF16, F16, F32, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError

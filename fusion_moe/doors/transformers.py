@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,10 @@ from ..errors import UnsupportedError
 from ..messages.extras import install
 from ..messages.units import count
 from ..nn import Llama4MoE, NVFP4Experts, QuantizationConfig
+
+if TYPE_CHECKING:  # needs safetensors
+    from ..checkpoints.directory import Directory
+    from ..checkpoints.families import Family
 
 # Experts that have no converter and do not follow the contract (nn's contract.py), and the reasons.
 REFUSED = {
@@ -51,6 +55,16 @@ def quantized(model: nn.Module) -> None:
         from ..transformers.quantizer import attach
 
         attach(model)
+
+
+@plugins.families
+def families(directory: Directory) -> Family | None:
+    """By the class that config.json names, where transformers is installed."""
+    if find_spec("transformers") is None:
+        return None
+    from ..transformers.families import family_of
+
+    return family_of(directory)
 
 
 @plugins.training

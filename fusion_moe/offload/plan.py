@@ -106,7 +106,7 @@ class Model:
     @classmethod
     def of_module(cls, model: nn.Module, experts: Mapping[str, Experts]) -> Model:
         """Of a loaded model, whose experts are these."""
-        config = getattr(getattr(model, "config", None), "to_dict", dict)()
+        config: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
         inside = {id(p) for module in experts.values() for p in module.parameters()}
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
         rest = sum(t.nbytes for key, t in tensors.items() if key not in inside)

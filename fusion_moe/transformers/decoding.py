@@ -95,10 +95,11 @@ class Decoder:
     ):
         self.model, self.choose, self.experts = model, choose, experts
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
-        self.cache: Any = StaticCache(config=model.config, max_cache_len=length)
         self.why_plain = why_plain(model)
+        self.cache: Any = None
         self._step: Callable[[], object] = partial(self._call, model)
         if not self.why_plain:
+            self.cache = StaticCache(config=model.config, max_cache_len=length)
             self._step = self._captured(backend)
 
     @torch.no_grad()
@@ -165,7 +166,10 @@ def why_plain(model: Any) -> str:
     if missing := nvrtc.why_missing():
         return missing
     # windows and states of linear attention count steps in Python, which a replay leaves out
-    layers = StaticCache(config=model.config, max_cache_len=1).layers
+    try:
+        layers = StaticCache(config=model.config, max_cache_len=1).layers
+    except KeyError as kind:  # of layers, such as DeepSeek-V4's
+        return f"transformers has no cache of one size for {kind}"
     others = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
     return f"its cache has a {', '.join(sorted(others))}" if others else ""
 

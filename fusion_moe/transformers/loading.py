@@ -25,7 +25,6 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, Entry, method_of
-from ..checkpoints.conversion import Source
 from ..checkpoints.directory import (
     INDEX,
     OLDER_CONFIG,
@@ -37,6 +36,7 @@ from ..checkpoints.directory import (
 from ..checkpoints.experts import layers_of_experts
 from ..checkpoints.gguf_models import FAMILIES
 from ..checkpoints.headers import read_json, shown
+from ..checkpoints.source import Source
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.paths import CONFIG, GGUF
 from ..messages.units import some
@@ -393,12 +393,18 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
             return AutoConfig.from_pretrained(directory, **kwargs)
     entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}
     config_dict.pop("auto_map", None)  # the repository's own code
-    return CONFIG_MAPPING[family].from_dict(config_dict | {"model_type": family}, **entries)
+    return _from_dict(config_dict, **entries)
+
+
+def is_known(model_type: Any) -> bool:
+    """Whether transformers has a configuration of this type."""
+    return isinstance(model_type, str) and _SAME_AS.get(model_type, model_type) in CONFIG_MAPPING
 
 
 def _from_dict(said: Mapping[str, Any], **kwargs: Any) -> Any:
-    """The configuration of a config.json."""
-    return CONFIG_MAPPING[said["model_type"]].from_dict(dict(said), **kwargs)
+    """The configuration of a config.json, of a model type that transformers knows."""
+    model_type = _SAME_AS.get(said["model_type"], said["model_type"])
+    return CONFIG_MAPPING[model_type].from_dict(dict(said) | {"model_type": model_type}, **kwargs)
 
 
 def _in_place_of_files(

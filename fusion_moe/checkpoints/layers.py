@@ -1,0 +1,229 @@
+"""The experts of a layer, whatever tensors hold them in files, written in floats as the family's
+class reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ..encodings.encoding import FLOATS
+from ..errors import CheckpointError, UnsupportedError
+from .experts import PER_EXPERT, LayerExperts
+from .families import Experts, Family, InFloats, family_of
+from .fused import FusedOrder, matrices_of, order_of
+from .headers import Entry
+from .shard import Planned, Step
+from .source import Source
+from .stored import StoredWeight
+
+Reads = Callable[[str, int], Tensor]  # the matrix, or the bias, of this name and expert
+
+
+@dataclass(frozen=True)
+class Layer:
+    """stored: how the directory has them; experts: how their class does."""
+
+    source: Source
+    stored: LayerExperts
+    experts: Experts
+
+    @property
+    def tensors(self) -> dict[str, Entry]:
+        """What the directory has of them, by name, but for what stays as it is."""
+        tensors, weights = self.source.directory.tensors, self.source.weights
+        suffixes = ("", ".weight", "_bias", ".bias")
+        names = {name + suffix for name in self.stored.names for suffix in suffixes}
+        encoded = (weights[name] for name in self.stored.names if name in weights)
+        entries = [entry for weight in encoded for entry in weight.entries.values()]
+        entries += [entry for name, entry in tensors.items() if name in names]
+        kept = {t.name for t in self.experts.floats if self._is_there(t)}
+        return {entry.name: entry for entry in entries if entry.name not in kept}
+
+    def steps(self, dtype: torch.dtype, exact: bool = False) -> Iterator[Step]:
+        """Write each tensor of theirs. exact: as of `dense_step`. CheckpointError for sizes or
+        biases that their class does not have.
+        """
+        for t in self.experts.floats:
+            if not self._is_there(t):
+                self._check_sizes(t)
+                planned = Planned(t.name, self._dtype(t, dtype), t.shape(self.experts))
+                yield Step((planned,), partial(self._made, t, planned, exact))
+
+    def compared(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """What was written, beside what it was made of, in the same dtype. read: a tensor that was
+        written.
+        """
+        for t in self.experts.floats:
+            if not self._is_there(t):
+                reads = self._reads(t.bias)
+                for matrix, e, one in t.matrices(read(t.name)):
+                    yield t.name, reads(matrix, e).to(one.dtype), one
+
+    def _is_there(self, t: InFloats) -> bool:
+        """Whether a tensor is in floats already."""
+        entry = self.source.directory.tensors.get(t.name)
+        return entry is not None and entry.dtype in FLOATS
+
+    def _made(self, t: InFloats, planned: Planned, exact: bool) -> dict[str, Tensor]:
+        whole, reads = torch.empty(planned.shape, dtype=planned.dtype), self._reads(t.bias)
+        for matrix, e, into in t.matrices(whole):
+            numbers = reads(matrix, e)
+            into.copy_(numbers)
+            if exact:
+                need_exactly(into, numbers, f"{t.name}: FP8 whose scales are no powers of two")
+        return {t.name: whole}
+
+    def _reads(self, bias: bool) -> Reads:
+        """Reads one after the other, of tensors that have all experts."""
+        of = lru_cache(1)(self._bias if bias else self._of_expert)  # gate and up may be in one
+        matrix = lru_cache(1)(lambda name, e: of(name)(e))
+
+        def read(name: str, e: int) -> Tensor:
+            stored, at, count = self._place(name, e)
+            order = FusedOrder(in_turns=self.experts.in_turns)
+            return order.rows(matrix(stored, e), at, count)
+
+        return read
+
+    def _of_expert(self, name: str) -> Callable[[int], Tensor]:
+        if name in self.source.weights:
+            return self.source.of_expert(self.source.weights[name])
+        return lambda e: self.source.directory.read(self.source.plain[name].name)
+
+    def _bias(self, name: str) -> Callable[[int], Tensor]:
+        whole = self.source.directory.read(self._bias_of(name).name)
+        return lambda e: whole[e] if self.stored.fused else whole
+
+    def _bias_of(self, name: str) -> Entry:
+        bias = f"{name}_bias" if self.stored.fused else f"{name}.bias"
+        entry = self.source.directory.tensors.get(bias)
+        if entry is None:
+            raise CheckpointError(
+                f"no {bias}", expected="a bias of each expert", where=self.stored.name
+            )
+        return entry
+
+    def _place(self, matrix: str, e: int) -> tuple[str, int, int]:
+        """The name of the weight with a matrix, and which of how many it is there."""
+        for projection, names in self.stored.projections.items():
+            each = matrices_of(projection)
+            if matrix in each:
+                return names[0 if self.stored.fused else e], each.index(matrix), len(each)
+        raise CheckpointError(
+            f"no {matrix}",
+            expected="what their class has",
+            where=self.stored.name,
+        )
+
+    def _dtype(self, t: InFloats, dtype: torch.dtype) -> torch.dtype:
+        """Biases keep theirs."""
+        if not t.bias:
+            return dtype
+        (matrix, *_) = matrices_of(t.projection)
+        return self._bias_of(self._place(matrix, t.experts[0])[0]).dtype
+
+    def _check_sizes(self, t: InFloats) -> None:
+        there = self.stored.experts
+        if there is not None and there != self.experts.experts:
+            raise CheckpointError(
+                f"{there} experts",
+                expected=f"{self.experts.experts}, as the model",
+                where=self.stored.name,
+            )
+        sizes = self.experts.hidden, self.experts.intermediate
+        for matrix in matrices_of(t.projection):
+            for e in t.experts:
+                name, _, count = self._place(matrix, e)
+                weight = self.source.weights.get(name) or self.source.plain[name]
+                n, k = sizes if matrix == "down_proj" else (count * sizes[1], sizes[0])
+                lead = (self.experts.experts,) if self.stored.fused else ()
+                if weight.shape != (*lead, n, k):
+                    raise CheckpointError(
+                        f"{name} is {list(weight.shape)}",
+                        expected=f"{[*lead, n, k]}, as the model",
+                        where=self.stored.name,
+                    )
+
+
+def need_exactly(written: Tensor, numbers: Tensor, found: str) -> None:
+    """UnsupportedError for numbers that were rounded. found: what they are."""
+    if not torch.equal(written.float(), numbers):
+        raise UnsupportedError(
+            found,
+            expected="numbers that bfloat16 holds",
+            todo='convert it to="dense", or quantize it',
+            where="convert",
+        )
+
+
+def layers_of_floats(
+    source: Source, family: Family
+) -> tuple[dict[str, LayerExperts], dict[str, str]]:
+    """The layers of experts with the names that their files have, also of families that have names
+    of their own; and what each single matrix is called where it is encoded: as here, unless that is
+    in no module.
+    """
+    layers = dict(source.layers)
+    to = {name: name for layer in layers.values() if not layer.fused for name in layer.names}
+    for experts in family.layers.values():
+        here = (t for t in experts.floats if t.name in family.there)
+        single = {t: family.there[t.name] for t in here if t.alone and not t.bias}
+        if len(single) < len(experts.floats):
+            continue
+        names = {t: name.removesuffix(".weight") for t, name in single.items()}
+        known = to.keys() >= {*names.values()}
+        if not known or any(family.of(name) is not experts for name in single.values()):
+            to |= {n: f"{experts.name}.{t.experts[0]}.{t.projection}" for t, n in names.items()}
+        if not known:
+            of = {p: [t for t in names if t.projection == p] for p in PER_EXPERT[0]}
+            in_order = {p: sorted(ts, key=lambda t: t.experts) for p, ts in of.items() if ts}
+            projections = {p: tuple(names[t] for t in ts) for p, ts in in_order.items()}
+            layers[experts.name] = LayerExperts(experts.name, projections)
+    return layers, to
+
+
+def orders_of_floats(source: Source, family: Family, layer: LayerExperts) -> dict[str, FusedOrder]:
+    """How the float tensors with all experts of a layer are stored, by their names. Raises as
+    `order_of` if no class says it.
+    """
+    entries = {name: source.plain[name] for name in layer.names if name in source.plain}
+    if known := family.orders(entries.values()):
+        return {name: known[entry.name] for name, entry in entries.items()}
+    shapes = {
+        projection: (source.weights.get(name) or source.plain[name]).shape
+        for projection, (name,) in layer.projections.items()
+    }
+    return dict.fromkeys(entries, order_of(layer, shapes, source.directory.config))
+
+
+def layers_in_floats(
+    source: Source, becomes_floats: Callable[[StoredWeight], bool], family: Family | None = None
+) -> list[Layer]:
+    """The layers of experts with encoded weights that all become floats, as their class has them.
+    family: None for that of the directory.
+
+    UnsupportedError as from `family_of`, and for layers of no module with all experts in a tensor.
+    Single experts of no module, such as those that predict further tokens, keep their names, and so
+    do all if their class comes with the directory: quantizers name what its modules are called.
+    """
+    layers = list[Layer]()
+    for layer in source.layers.values():
+        encoded = [source.weights[name] for name in layer.names if name in source.weights]
+        if not encoded or not all(map(becomes_floats, encoded)):
+            continue
+        family = family or family_of(source.directory)
+        experts = family.of(encoded[0].elements.name)
+        if experts is not None:
+            layers.append(Layer(source, layer, experts))
+        elif layer.fused:
+            raise UnsupportedError(
+                f"{layer.name}, all experts in one tensor, of no module",
+                expected="a class that says how it reads them in floats",
+                where=str(source.directory.path),
+            )
+    return layers
