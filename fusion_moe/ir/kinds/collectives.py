@@ -54,8 +54,12 @@ def peers_of(op: Op) -> Value:
 def sent_of(op: Op) -> tuple[AnySize, AnySize]:
     """How many rows of each rank, and bytes of each, the ranks' memory needs room for."""
     x, *others = op.values
-    groups = op.attrs["groups"] if op.kind.name == "dispatch" else others[2].type.ends
+    groups: Groups | None = (
+        op.attrs["groups"] if op.kind.name == "dispatch" else others[2].type.ends
+    )
     rows = (x, *others[3:]) if op.kind.name == "dispatch" else (x,)
+    assert groups is not None
+    assert groups.stride is not None
     return groups.stride, sum(plain(v.type.shape[1]) * DTYPES[v.type.dtype].itemsize for v in rows)
 
 
