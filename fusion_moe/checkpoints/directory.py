@@ -118,14 +118,15 @@ def as_matrices(
     one tensor, and of several weights; and what reads these. Raises as `unflattened` and `split`.
     """
     reads = Reads()
-
-    def read_one(name: str) -> Tensor:
-        return reads[name]() if name in reads else read(name)
-
     for change in (unflattened, partial(split, config=config), given_to_each):
-        tensors, made = change(tensors, read_one)
-        reads |= made
+        # by what was made before: a tensor may keep its name
+        tensors, made = change(tensors, partial(_read_one, read, reads))
+        reads = {**reads, **made}
     return dict(tensors), reads
+
+
+def _read_one(read: Read, reads: Reads, name: str) -> Tensor:
+    return reads[name]() if name in reads else read(name)
 
 
 def _single(path: Path, config: Mapping[str, Any]) -> dict[str, Entry]:

@@ -163,7 +163,8 @@ def _converted(model: Any, replaced: Replacements, weight: StoredWeight) -> bool
     converters = [c for c in mapping if isinstance(c, WeightConverter)]
     name = f"{weight.name}.weight"
     parameter, pattern = rename_source_key(name, [], converters, model.base_model_prefix)
-    if pattern is None or parameter not in model.state_dict():
+    of_ours = parameter.rpartition(".")[0] in replaced.experts | replaced.floats
+    if pattern is None or of_ours or parameter not in model.state_dict():
         return False
     replaced.converted[weight.name] = parameter
     replaced.taken.update(entry.name for entry in weight.entries.values())
