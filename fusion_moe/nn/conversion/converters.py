@@ -75,7 +75,7 @@ def converter_of(module: nn.Module) -> Converter | None:
     if contract_of(module):
         return by_contract
     contract = None if isinstance(named, str) else grouped_contract_of(module)
-    return contract and contract.converted
+    return None if contract is None else contract.converted
 
 
 def why_refused(module: nn.Module) -> str:
