@@ -30,9 +30,9 @@ _UsageError: Any = typer.BadParameter.__base__  # typer has no name for it, whic
 class _Commands(TyperGroup):
     """Says wrong usage in a sentence, as commands say errors."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, **{**extra, "standalone_mode": False})
         except _UsageError as error:
             code = USAGE
             text = error.format_message()

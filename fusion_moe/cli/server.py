@@ -40,7 +40,8 @@ _GRACE = 1.0  # seconds for answers that have begun, when the server is stopped
 _FIXED = ("/load_model", "/reset")  # for a server of several models
 
 Message = dict[str, Any]
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 def serve(directory: Path, options: list[str]) -> NoReturn:

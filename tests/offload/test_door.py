@@ -22,6 +22,7 @@ import fusion_moe
 from fusion_moe import NVFP4Config, quantize_
 from fusion_moe.checkpoints import Directory
 from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.messages.units import bytes_of
 from fusion_moe.nn.frozen.experts import Experts
 from fusion_moe.offload import (
     OffloadedExperts,
@@ -309,10 +310,10 @@ def test_sizes():
         (7, 7),
         ("5B", 5),
     ):
-        assert plan.bytes_of(text) == want
+        assert bytes_of(text) == want
     for bad in ("20", "GiB", -1, True, None, "1.5.1GB"):
         with pytest.raises((OptionError, ValueError)):
-            plan.bytes_of(bad)
+            bytes_of(bad)
 
 
 @pytest.mark.once

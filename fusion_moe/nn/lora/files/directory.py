@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....checkpoints.writing import appearing, sync, write_json
+from ....checkpoints.unfinished import sync
+from ....checkpoints.writing import appearing, write_json
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ....messages.paths import destination
 from ...frozen.adaptable import AdaptableModule
