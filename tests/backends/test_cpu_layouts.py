@@ -92,6 +92,25 @@ def test_sf128x4_has_the_bits_of_linear(tier, name, kind):
     check(kind, weight_of(ENCODINGS[name]), "sf128x4", tier)
 
 
+@pytest.mark.parametrize("kind", ["grouped_mm", "grouped_mm_t"])
+@pytest.mark.parametrize("tier", OF_VECTORS)
+def test_scales_that_are_written_between_calls_are_read(tier, kind):
+    """In place, by numbers that few kernels have in range: threads keep no copy from call to
+    call.
+    """
+    weight, ends = weight_of(ENCODINGS["mxfp4"]), torch.tensor(SIZES).cumsum(0).int()
+    x = torch.randn(sum(SIZES), weight.shape[1 if kind[-1] == "t" else 2]).bfloat16()
+    parts = {layout: stored(weight, layout) for layout in ("linear", "sf128x4")}
+    runs = {of: program(fusion_of(kind, weight, of, x.dtype), tier) for of in parts}
+    for scale in (125, 200, 128):
+        found = []
+        for of, run in runs.items():
+            bits = parts[of][1].view(torch.uint8)
+            bits[bits < 255] = scale
+            found.append(run([x, ends, *parts[of]])[0])
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("tier", OF_VECTORS)
 def test_int8_operands(tier):
     check("grouped_mm", weight_of(ENCODINGS["nvfp4"]), "sf128x4", tier, DTYPES[:1], operands="int8")

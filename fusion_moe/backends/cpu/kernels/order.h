@@ -60,28 +60,35 @@ inline void transpose_words(const u8* const (&words)[4], u8* out, i64 apart) {
     for (int i = 0; i < 4; ++i) std::memcpy(out + i * apart, &rows[i], sizeof rows[i]);
 }
 
-// A row of tiles of bytes -> the rows in it, `stride` apart, a multiple of 64.
+// A row of tiles of bytes -> the rows in it, `stride` apart, a multiple of 64. Of words, four rows
+// at a time: whole lines of tiles, which lie where few lines of the first-level cache do.
 template <class Order>
 void copy_tiles(const u8* tiles, i64 columns, u8* out, i64 stride) {
-    constexpr i64 APART = Order::ROWS / 4, RUN = Order::RUN;
-    for (i64 n = 0; n < Order::ROWS; ++n) {
-        const u8* row = tiles + Order::of_row(n, columns);
-        u8* at = out + n * stride;
-        if constexpr (words_of_quarters<Order>()) {
-            constexpr i64 STEP = Order::of_column(4);
-            if (n == APART) return;
+    if constexpr (words_of_quarters<Order>()) {
+        constexpr i64 APART = Order::ROWS / 4, STEP = Order::of_column(4),
+                      AT_ONCE = APART % 4 == 0 ? 4 : 1;
+        for (i64 n = 0; n < APART; n += AT_ONCE) {
+            const u8* row[AT_ONCE];
+            for (i64 i = 0; i < AT_ONCE; ++i) row[i] = tiles + Order::of_row(n + i, columns);
+            const auto copy = [&](i64 b, i64 second, i64 third,
+                                  i64 fourth) __attribute__((always_inline)) {
+                for (i64 i = 0; i < AT_ONCE; ++i) {
+                    const u8* at = row[i] + b / 4 * STEP;
+                    transpose_words({at, at + second, at + third, at + fourth},
+                                    out + (n + i) * stride + b, APART * stride);
+                }
+            };
             i64 b = 0;
-            for (; b + 12 < columns; b += 16, row += 4 * STEP)
-                transpose_words({row, row + STEP, row + 2 * STEP, row + 3 * STEP}, at + b,
-                                APART * stride);
+            for (; b + 12 < columns; b += 16) copy(b, STEP, 2 * STEP, 3 * STEP);
             const i64 left = columns - b;  // the last tile stands for those that are missing
             const i64 second = left > 4 ? STEP : 0, third = left > 8 ? 2 * STEP : second;
-            if (left > 0)
-                transpose_words({row, row + second, row + third, row + third}, at + b,
-                                APART * stride);
-        } else {
-            for (i64 b = 0; b < columns; b += RUN)
-                std::memcpy(at + b, row + Order::of_column(b), RUN);
+            if (left > 0) copy(b, second, third, third);
+        }
+    } else {
+        for (i64 n = 0; n < Order::ROWS; ++n) {
+            for (i64 b = 0; b < columns; b += Order::RUN)
+                std::memcpy(out + n * stride + b,
+                            tiles + Order::of_row(n, columns) + Order::of_column(b), Order::RUN);
         }
     }
 }

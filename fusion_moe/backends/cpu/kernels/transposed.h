@@ -14,6 +14,7 @@ struct Transposed : PortableWeight {
     static constexpr double BYTES = Weight_::BYTES;
 
     static i64 contracted(const Problem& p) { return p.N; }
+    static void begin() { Weight_::begin(); }
 };
 
 // Whether `count` columns lie one after the other.
