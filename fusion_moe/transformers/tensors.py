@@ -20,6 +20,7 @@ from ..checkpoints.headers import Read, Unread
 from ..checkpoints.values import check_scale, check_weight
 from ..errors import CheckpointError, NonFiniteError, UnsupportedError
 from ..nn.frozen.base import rounded
+from ..nn.frozen.encoded import plain
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from ..nn.trained.activations import deinterleave, interleave
@@ -200,6 +201,7 @@ def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     rows that alternate. UnsupportedError if one scale for all matrices is to be saved but they have
     several.
     """
+    t = plain(t)
     if "*" in row.names[0]:
         # [E, names, ...]
         runs = t[:, None] if t.dim() == 1 else t.unflatten(1, (len(row.names), -1))

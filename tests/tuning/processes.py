@@ -130,7 +130,7 @@ def check_unsent(folder: str, device: torch.device) -> None:
     torch.manual_seed(rank)
     model = get_peft_model(model, lora)
     held = next(m for m in model.modules() if isinstance(m, AdaptableModule))
-    codes = held.down_proj.data
+    codes = held.down_proj.data.view(torch.uint8)
     codes += rank
     before = codes.clone()
     ddp(model, device)

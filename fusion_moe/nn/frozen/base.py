@@ -17,6 +17,7 @@ from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.text import text
 from ...runtime.host_memory import pages
+from .encoded import as_plain_tensors, plain
 
 _ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
 _PANEL = 2**24  # how many elements are quantized at once
@@ -24,7 +25,7 @@ _PANEL = 2**24  # how many elements are quantized at once
 
 def frozen(t: Tensor) -> nn.Parameter:
     """t as a parameter without a gradient."""
-    return nn.Parameter(pages.on_large_pages(t.detach()), requires_grad=False)
+    return nn.Parameter(pages.on_large_pages(plain(t).detach()), requires_grad=False)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -39,8 +40,8 @@ def place_(module: nn.Module) -> None:
     in shared memory, stay.
     """
     for p in own_parameters(module):
-        if pages.takes(p) and not p.is_shared():
-            with torch.inference_mode(p.is_inference()):
+        if pages.takes(plain(p)) and not p.is_shared():
+            with torch.inference_mode(p.is_inference()), as_plain_tensors():
                 p.data = pages.on_large_pages(p.data)
 
 

@@ -16,6 +16,7 @@ from ...definitions.operations import restored
 from ...encodings import Quantized
 from .. import checks
 from ..trained.activations import interleave
+from .encoded import as_plain_tensors
 from .projections import Projections
 
 ops = torch.ops.fusion_moe
@@ -88,22 +89,23 @@ class CustomExperts(Projections):
         ShapeError, DtypeError or DeviceError for arguments that do not fit, before anything is
         computed.
         """
-        self.order()
-        where = type(self).__name__
-        checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
-        checks.need_device("the weights", self.down_proj, hidden_states.device, where)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        y = in_steps(
-            self.function,
-            x,
-            top_k_index,
-            top_k_weights,
-            len(self.down_proj),
-            self._up,
-            partial(self._biased_product, "down"),
-            self.first_expert,
-        )
-        return restored(y.to(x.dtype), hidden_states.shape[:-1])
+        with as_plain_tensors():
+            self.order()
+            where = type(self).__name__
+            checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
+            checks.need_device("the weights", self.down_proj, hidden_states.device, where)
+            x = hidden_states.reshape(-1, hidden_states.shape[-1])
+            y = in_steps(
+                self.function,
+                x,
+                top_k_index,
+                top_k_weights,
+                len(self.down_proj),
+                self._up,
+                partial(self._biased_product, "down"),
+                self.first_expert,
+            )
+            return restored(y.to(x.dtype), hidden_states.shape[:-1])
 
     def _up(self, rows: Tensor, ends: Tensor) -> Tensor:
         y = self._biased_product(self.projections[0], rows, ends)

@@ -15,6 +15,7 @@ from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
 from .base import rounded
+from .encoded import as_plain_tensors
 from .projections import Projections
 
 
@@ -72,38 +73,39 @@ class Experts(Projections):
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
         in all. adapters: arguments of `fused_experts`, in place of the module's own adapters.
         """
-        self.order()
-        up, down = self.projections
-        of_gate_up, of_down = self.paddings.get(up), self.paddings.get(down)
-        if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
-            checks.need_rows(
-                "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
-            )
-            hidden_states = of_gate_up.pad_columns(hidden_states)
-        arguments, of_fold = self._arguments(hidden_states), False
-        if self.weights != "packed" or self.activation_format == "fp8":
-            rows = top_k_index.numel()
-            if adapters and "capacity" in adapters:  # ranks send each other what products read
-                rows = int(adapters["capacity"]) * top_k_index.shape[-1] or rows
-            of_fold = self._folded(rows)
-            arguments |= self._format(of_fold)
-        if adapters:
-            arguments |= adapters
-        try:
-            y = torch.ops.fusion_moe.fused_experts(
-                hidden_states,
-                top_k_index,
-                top_k_weights,
-                self._operand(up, of_fold),
-                self._operand(down, of_fold),
-                **arguments,
-            )
-        except Error as error:  # whose message has the operation's argument names
-            raise error.at(
-                f"{type(self).__name__}, whose hidden_states, top_k_index and "
-                "top_k_weights are x, ids and w"
-            ) from None
-        return of_down.cut_rows(y) if of_down else y
+        with as_plain_tensors():
+            self.order()
+            up, down = self.projections
+            of_gate_up, of_down = self.paddings.get(up), self.paddings.get(down)
+            if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
+                checks.need_rows(
+                    "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
+                )
+                hidden_states = of_gate_up.pad_columns(hidden_states)
+            arguments, of_fold = self._arguments(hidden_states), False
+            if self.weights != "packed" or self.activation_format == "fp8":
+                rows = top_k_index.numel()
+                if adapters and "capacity" in adapters:  # ranks send each other what products read
+                    rows = int(adapters["capacity"]) * top_k_index.shape[-1] or rows
+                of_fold = self._folded(rows)
+                arguments |= self._format(of_fold)
+            if adapters:
+                arguments |= adapters
+            try:
+                y = torch.ops.fusion_moe.fused_experts(
+                    hidden_states,
+                    top_k_index,
+                    top_k_weights,
+                    self._operand(up, of_fold),
+                    self._operand(down, of_fold),
+                    **arguments,
+                )
+            except Error as error:  # whose message has the operation's argument names
+                raise error.at(
+                    f"{type(self).__name__}, whose hidden_states, top_k_index and "
+                    "top_k_weights are x, ids and w"
+                ) from None
+            return of_down.cut_rows(y) if of_down else y
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:
         """The arguments after the weights that differ from the operation's defaults: each argument

@@ -20,6 +20,7 @@ from ... import backends, options
 from ...encodings import Quantized
 from ...encodings.folding import FOLDED, fold, foldable
 from ...errors import OptionError
+from .encoded import EncodedParameter
 from .packed import packing_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def fold_(module: AdaptableModule, weights: str) -> Rounding | None:
         for name, part in zip(_names(projection), FOLDED.parts, strict=True):
             shape, where = FOLDED.part_shape(part, lead, n, k), weight.device
             buffer = torch.empty(shape, dtype=part.dtype, device=where)
-            module.register_buffer(name, buffer, persistent=False)
+            # a parameter among buffers: averages of all buffers meet it too
+            held = EncodedParameter(buffer, holds=f"{part.name} of {FOLDED.name}")
+            module.register_buffer(name, held, persistent=False)
     refold_(module)
     module.considered = False  # "both" puts packed weights in their layout at the next call
     return module.rounding

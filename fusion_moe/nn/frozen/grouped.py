@@ -12,6 +12,7 @@ from ...target import ACTIVATION_FORMATS
 from .. import checks
 from .adaptable import AdaptableModule
 from .base import frozen, rounded
+from .encoded import as_plain_tensors
 from .experts import quantize_gate_up
 
 
@@ -84,21 +85,22 @@ class NVFP4GroupedLinear(AdaptableModule):
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N];
         zeros for rows at or past offs[-1].
         """
-        self.order()
-        if self.starts:
-            offs = torch.cat([offs[1:], offs.new_full((1,), x.shape[:-1].numel())])
-        if padding := self.paddings.get("weight"):
-            checks.need_rows("x", x, padding.shape[1], type(self).__name__)
-        try:
-            y = self._product("weight", x, offs)
-        except Error as error:  # whose message has the operation's argument names
-            raise error.at(f"{type(self).__name__}, whose x is a") from None
-        if self.bias is None:
-            return y
-        rows = y.reshape(-1, y.shape[-1])
-        return restored(
-            torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs), y.shape[:-1]
-        )
+        with as_plain_tensors():
+            self.order()
+            if self.starts:
+                offs = torch.cat([offs[1:], offs.new_full((1,), x.shape[:-1].numel())])
+            if padding := self.paddings.get("weight"):
+                checks.need_rows("x", x, padding.shape[1], type(self).__name__)
+            try:
+                y = self._product("weight", x, offs)
+            except Error as error:  # whose message has the operation's argument names
+                raise error.at(f"{type(self).__name__}, whose x is a") from None
+            if self.bias is None:
+                return y
+            rows = y.reshape(-1, y.shape[-1])
+            return restored(
+                torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs), y.shape[:-1]
+            )
 
     def extra_repr(self) -> str:
         """For print(model)."""

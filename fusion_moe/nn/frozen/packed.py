@@ -24,6 +24,7 @@ from ...runtime.host_memory import pages
 from ...target import Target
 from ..local import Sharding
 from .base import own_parameters
+from .encoded import Encoded, EncodedParameter, Stored, as_plain_tensors, encoded, plain
 
 _ordering = threading.Lock()
 FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
@@ -84,7 +85,19 @@ class PackedModule(nn.Module):
 
     def weight_of(self, weight: str) -> Quantized:
         """A weight, as it is stored."""
-        return Quantized(*self._parts(weight), encoding=self.encoding)
+        return Quantized(*map(plain, self._parts(weight)), encoding=self.encoding)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; codes and scales become an `EncodedParameter`."""
+        super().register_parameter(name, self._typed(name, param))
+
+    def _typed(self, name: str, t: Any, kind: type[Encoded] = Encoded) -> Any:
+        """A tensor of a name, as encoded if it holds the part of that name."""
+        part = self._parts_by_name().get(name) if "encoding" in self.__dict__ else None
+        if t is None or part is None or self.encoding.plain:
+            return t
+        stored = part.dtype, _INTEGERS.get(part.dtype.itemsize)
+        return encoded(t, f"{part.name} of {self.encoding.name}", kind) if t.dtype in stored else t
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -119,7 +132,7 @@ class PackedModule(nn.Module):
                 and p.dtype == part.dtype
                 and part.dtype.itemsize in _INTEGERS
             ):
-                with torch.inference_mode(p.is_inference()):
+                with torch.inference_mode(p.is_inference()), as_plain_tensors():
                     p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
 
     def uncast(self) -> None:
@@ -129,7 +142,8 @@ class PackedModule(nn.Module):
         for name, part in self._parts_by_name().items():
             p = self._parameters.get(name)
             if p is not None and part.scale and p.dtype == torch.float32 != part.dtype:
-                p.data = p.data.to(part.dtype)
+                with as_plain_tensors():
+                    p.data = p.data.to(part.dtype)
 
     def _parts_by_name(self) -> dict[str, Part]:
         """The part of the encoding that each parameter holds."""
@@ -222,7 +236,7 @@ class PackedModule(nn.Module):
             return
         p, wanted = self._first, options.current().target
         if (
-            type(p) is not nn.Parameter
+            type(p) not in (EncodedParameter, nn.Parameter)
             or _get_current_dispatch_mode()
             or (wanted == "auto" and p.device.type not in backends.TARGETS)
         ):
@@ -255,7 +269,8 @@ class PackedModule(nn.Module):
         if layout != "linear" and self.weight_layout == "linear":
             for name, part in self._parts_by_name().items():
                 if part.of_blocks and has_values(getattr(self, name)):
-                    check_part_scales(part, as_part(getattr(self, name).detach(), part), name)
+                    own = plain(getattr(self, name)).detach()
+                    check_part_scales(part, as_part(own, part), name)
         relayout_(self, layout)
         return why
 
@@ -277,7 +292,14 @@ class PackedModule(nn.Module):
             kept = t.to(moved.device) if moved.dtype != t.dtype else moved
             return pages.on_large_pages(kept) if kept.device != t.device else kept
 
-        super()._apply(keep_dtype, recurse)
+        buffers = dict(self._buffers)
+        with as_plain_tensors():
+            super()._apply(keep_dtype, recurse)
+        own = self._parameters
+        own.update((name, self._typed(name, p)) for name, p in own.items())
+        for name, t in buffers.items():
+            if isinstance(t, EncodedParameter) and (moved := self._buffers[name]) is not None:
+                self._buffers[name] = EncodedParameter(moved, **t.__dict__)
         if moves:
             self.considered = False
             self.order()
@@ -292,19 +314,24 @@ class PackedModule(nn.Module):
             for name, part in self._parts_by_name().items()
             if prefix + name in destination
         ):
+            if not keep_vars:
+                destination[key] = plain(destination[key])
             destination[key] = as_part(destination[key], part)
         for weight, keys in self._reordered(destination, prefix):
             linear = packing_of(self, weight).unpack(
-                [destination[key].detach() for key in keys], self.encoding
+                [plain(destination[key]).detach() for key in keys], self.encoding
             )
             destination.update(zip(keys, linear, strict=True))
         if self.sharding is not None:
             destination.update(
                 {
-                    prefix + name: self.sharding.whole(name, destination[prefix + name])
+                    prefix + name: self.sharding.whole(name, plain(destination[prefix + name]))
                     for name in self._own(prefix, destination)
                 }
             )
+        for name, part in self._parts_by_name().items():
+            if part.dtype != torch.float32 and (t := destination.get(prefix + name)) is not None:
+                destination[prefix + name] = self._typed(name, t, Stored)
 
     def _load_from_state_dict(
         self,
@@ -316,7 +343,8 @@ class PackedModule(nn.Module):
         unexpected: Any,
         errors: list[str],
     ) -> None:
-        entries, own = dict(state_dict), self._own(prefix, state_dict)
+        own = self._own(prefix, state_dict)
+        entries = dict(state_dict) | {prefix + n: plain(state_dict[prefix + n]) for n in own}
         parts = self._parts_by_name()
         refused = []
         for name in own:
@@ -333,7 +361,7 @@ class PackedModule(nn.Module):
             )
         for weight, keys in self._reordered(entries, prefix):
             packing, tensors = packing_of(self, weight), [entries[key].detach() for key in keys]
-            kept = [t.detach() for t in self._parts(weight)[: len(keys)]]
+            kept = [t.detach() for t in self.weight_of(weight)[: len(keys)]]
             if wrong := packing.why_not(keys, tensors, kept, self.encoding):
                 errors.append(wrong)
             entries.update(
@@ -482,7 +510,10 @@ def _move(module: PackedModule, weight: str, here: Packing, there: Packing) -> N
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     names = module.packed[weight]
     old = [getattr(module, name) for name in names]
-    parts = [as_part(p.detach(), part) for p, part in zip(old, module.encoding.parts, strict=False)]
+    parts = [
+        as_part(plain(p).detach(), part)
+        for p, part in zip(old, module.encoding.parts, strict=False)
+    ]
     lead, padded = parts[0].shape[:-2], there.padding.padded
     with torch.inference_mode(parts[0].is_inference()):
         moved_parts = [

@@ -12,6 +12,7 @@ from ...encodings import Quantized
 from ...errors import Error, ShapeError
 from .. import checks
 from .base import frozen
+from .encoded import as_plain_tensors
 from .packed import PackedModule
 
 
@@ -53,23 +54,24 @@ class QuantizedLinear(PackedModule):
         """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers,
         before anything is computed.
         """
-        self.order()
-        checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
-        rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
-        rows = padding.pad_columns(rows) if padding else rows
-        offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        try:
-            y = torch.ops.fusion_moe.grouped_mm(
-                rows,
-                [t[None] for t in self._parts("weight")],
-                offs,
-                weight_format=self.encoding.name,
-                weight_layout=self.weight_layout,
-            )
-        except Error as error:  # whose message has the operation's argument names
-            raise error.at(f"{type(self).__name__}, whose x is a") from None
-        y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        with as_plain_tensors():
+            self.order()
+            checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
+            rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
+            rows = padding.pad_columns(rows) if padding else rows
+            offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+            try:
+                y = torch.ops.fusion_moe.grouped_mm(
+                    rows,
+                    [t[None] for t in self._parts("weight")],
+                    offs,
+                    weight_format=self.encoding.name,
+                    weight_layout=self.weight_layout,
+                )
+            except Error as error:  # whose message has the operation's argument names
+                raise error.at(f"{type(self).__name__}, whose x is a") from None
+            y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
+            return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """For print(model)."""

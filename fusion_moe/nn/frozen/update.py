@@ -27,6 +27,7 @@ from ...messages.warn import log
 from ..local import Sharding, is_dtensor
 from .adaptable import AdaptableModule
 from .base import by_kernels, rounded
+from .encoded import plain
 from .packed import FROZEN, PackedModule, Packing, packing_of
 
 _WHERE = "update_weights_"
@@ -404,7 +405,7 @@ def _checked(
                 todo=did_you_mean(name, places),
                 where=_WHERE,
             )
-        t = _of_rank(place, name, t)
+        t = _of_rank(place, name, plain(t))
         given, key = waiting.setdefault(place, {}), name.removeprefix(place.where)
         given[key if key in place.names else place.names[0]] = t
         if place.has_numbers(given) or len(given) == len(place.names):
