@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("a
 layouts_registered = pytest.fixture(scope="module", autouse=True)(own_layouts.registered)
 encodings_registered = pytest.fixture(scope="module", autouse=True)(own_encodings.registered)
 SIZES = (1, 0, 2, 5, 40)
-N, K = 152, 448  # scales fill no tile
+N, K = 152, 1088  # scales fill no tile in either direction; rows of one are 17 tiles wide
 OWN = [layout.name for layout in own_layouts.OWN_LAYOUTS]
 
 

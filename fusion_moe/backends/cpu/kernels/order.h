@@ -7,6 +7,10 @@
 // keeps some: so each tile is read once, and kernels need not know.
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -60,6 +64,27 @@ inline void transpose_words(const u8* const (&words)[4], u8* out, i64 apart) {
     for (int i = 0; i < 4; ++i) std::memcpy(out + i * apart, &rows[i], sizeof rows[i]);
 }
 
+#ifdef __AVX512F__
+// The same of sixteen tiles, `step` apart -> four rows of 64 bytes.
+inline void transpose_words(const u8* words, i64 step, u8* out, i64 apart) {
+    __m512i w[4];  // 16 bytes of the tiles i, 4 + i, 8 + i, 12 + i
+    for (int i = 0; i < 4; ++i) {
+        const auto at = [&](int lane) {
+            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + (4 * lane + i) * step));
+        };
+        w[i] = _mm512_castsi128_si512(at(0));
+        for (int lane = 1; lane < 4; ++lane)
+            w[i] = _mm512_mask_broadcast_i32x4(w[i], __mmask16(15 << 4 * lane), at(lane));
+    }
+    const __m512i low[2] = {_mm512_unpacklo_epi32(w[0], w[1]), _mm512_unpacklo_epi32(w[2], w[3])},
+                  high[2] = {_mm512_unpackhi_epi32(w[0], w[1]), _mm512_unpackhi_epi32(w[2], w[3])};
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(low[0], low[1]));
+    _mm512_storeu_si512(out + apart, _mm512_unpackhi_epi64(low[0], low[1]));
+    _mm512_storeu_si512(out + 2 * apart, _mm512_unpacklo_epi64(high[0], high[1]));
+    _mm512_storeu_si512(out + 3 * apart, _mm512_unpackhi_epi64(high[0], high[1]));
+}
+#endif
+
 // A row of tiles of bytes -> the rows in it, `stride` apart, a multiple of 64. Of words, four rows
 // at a time: whole lines of tiles, which lie where few lines of the first-level cache do.
 template <class Order>
@@ -79,6 +104,13 @@ void copy_tiles(const u8* tiles, i64 columns, u8* out, i64 stride) {
                 }
             };
             i64 b = 0;
+#ifdef __AVX512F__
+            for (; b + 60 < columns; b += 64) {
+                for (i64 i = 0; i < AT_ONCE; ++i)
+                    transpose_words(row[i] + b / 4 * STEP, STEP, out + (n + i) * stride + b,
+                                    APART * stride);
+            }
+#endif
             for (; b + 12 < columns; b += 16) copy(b, STEP, 2 * STEP, 3 * STEP);
             const i64 left = columns - b;  // the last tile stands for those that are missing
             const i64 second = left > 4 ? STEP : 0, third = left > 8 ? 2 * STEP : second;
