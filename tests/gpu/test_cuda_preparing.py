@@ -114,7 +114,8 @@ def ahead() -> bool:
 
 def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch):
     """In the background; bits are those of calls that compile for themselves."""
-    O.expert_mlp(*arguments(8), weight_layout="w16x64")
+    with options.override(compile_ahead=True):
+        O.expert_mlp(*arguments(8), weight_layout="w16x64")
     end = time.monotonic() + 120
     while ahead() and time.monotonic() < end:
         time.sleep(0.05)
@@ -125,14 +126,13 @@ def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch):
 
 
 def test_nothing_is_compiled_ahead_that_is_not_asked_for(cold):
-    with options.override(compile_ahead=False):
-        O.expert_mlp(*arguments(8), weight_layout="w16x64")
-        assert not ahead()
+    O.expert_mlp(*arguments(8), weight_layout="w16x64")
+    assert not ahead()
 
 
 def test_other_sizes_do_not_wait_for_their_kernels(cold):
     """Until they are compiled, kernels for any size run: the same up to the order of sums."""
-    with options.override(background_compile=True, compile_ahead=False):
+    with options.override(background_compile=True):
         O.expert_mlp(*arguments(9), weight_layout="w16x64")
         cubins = {path.name for path in cold.rglob("*.cubin")}
         # no other test calls this layer with it, and every table has other kernels for it than for
