@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
+from .encoded import plain
 from .orders import UNCHANGED, USUAL, CodeOrder, Recoding
 from .real import real_tensors
 
@@ -410,8 +411,10 @@ class Quantized(tuple[Tensor, ...]):
     encoding: Encoding
 
     def __new__(cls, *parts: Tensor, encoding: Encoding) -> Quantized:
-        """The parts in the order of the encoding. ShapeError if there are more or fewer."""
-        made = super().__new__(cls, parts)
+        """The parts in the order of the encoding, also a module's parameters. ShapeError if there
+        are more or fewer.
+        """
+        made = super().__new__(cls, map(plain, parts))
         made.encoding = encoding
         if len(parts) != len(made.encoding.parts):
             raise ShapeError(

@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..encodings import Encoding, Part
+from ..encodings.encoded import plain
 from ..encodings.orders import CodeOrder
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
@@ -73,16 +74,14 @@ class W16x64(Layout):
         order. ShapeError: see `why_not`.
         """
         self._check(parts[0], encoding)
-        return tuple(
-            self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
-        )
+        given = zip(encoding.parts, map(plain, parts), strict=False)
+        return tuple(self._pack(part, t, encoding) for part, t in given)
 
     def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         self._check(parts[0], encoding)
-        return tuple(
-            self._unpack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
-        )
+        given = zip(encoding.parts, map(plain, parts), strict=False)
+        return tuple(self._unpack(part, t, encoding) for part, t in given)
 
     def _check(self, elements: Tensor, encoding: Encoding) -> None:
         n, k = elements.shape[-2], encoding.elements(elements.shape[-1])

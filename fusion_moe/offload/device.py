@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..definitions.operations import each_tensor
+from ..encodings.encoded import plain
 from ..nn.frozen.experts import Experts
 from .long_steps import missed_of
 from .split import Constants, Split, split
@@ -87,7 +88,7 @@ class Home:
     def __init__(self, module: Experts):
         up, down = (module._operand(name, of_fold=False) for name in module.projections)
         given = {"gate_up": up, "down": down, **module._arguments(_like_biases(module))}
-        self.tensors = dict(each_tensor(given))
+        self.tensors = {name: plain(t) for name, t in each_tensor(given)}
         self._others = {name: v for name, v in given.items() if not _has_tensors(v)}
         self.experts = len(up[0])
         shapes = [module.shape_of(name) for name in module.projections]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     StaticCache,
@@ -106,7 +105,7 @@ class Decoder:
     def prompt(self, ids: Tensor) -> Tensor:
         """Reads ids i64[B, P] in place of all that was read before -> the next ids i64[B, 1]."""
         if self.why_plain:
-            self.cache = DynamicCache(config=self.model.config)
+            self.cache = None  # the model makes one, of its own class
         else:
             self.cache.reset()
         self._use(0)
@@ -127,6 +126,8 @@ class Decoder:
     def _call(self, model: Callable[..., Any], ids: Tensor | None = None) -> None:
         given = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
         found = model(self.ids if ids is None else ids, **given)
+        if self.why_plain:
+            self.cache = found.past_key_values
         self.ids.copy_(self.choose(found.logits[:, -1]))
 
     @torch.no_grad()

@@ -18,9 +18,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ..checkpoints import Entry, StoredWeight
 from ..checkpoints.headers import Read, Unread
 from ..checkpoints.values import check_scale, check_weight
+from ..encodings.encoded import plain
 from ..errors import CheckpointError, NonFiniteError, UnsupportedError
 from ..nn.frozen.base import rounded
-from ..nn.frozen.encoded import plain
 from ..nn.frozen.packed import PackedModule
 from ..nn.frozen.projections import Projections
 from ..nn.trained.activations import deinterleave, interleave

@@ -209,11 +209,6 @@ def test_readers_of_other_layouts_make_what_those_of_the_linear_one_make(
             "with a scale for 24 elements, have no kernel here; expected a multiple of 16",
         ),
         (
-            {"scales": (Scale("s", torch.int32, 32),)},
-            "linear",
-            "with scales in torch.int32, have no kernel here",
-        ),
-        (
             {"element": Element.integers("two", 2, 0)},
             TILED,
             "with codes of 2 bits, have no kernel here; expected 4 or 8 bits in their usual order",

@@ -82,9 +82,10 @@ def test_among_thousands():
 
 def test_where_only_some_blocks_have_scales_in_range():
     made = layer("nvfp4")
-    made.gate_up_proj_scale.data[1, 40:43] = torch.tensor(2.0**-9)
-    made.down_proj_scale.data[2, ::50] = torch.tensor(2.0**-9)
-    made.down_proj_scale.data[3] = torch.tensor(2.0**-8)
+    least, next_one = (torch.tensor(2.0**e).to(torch.float8_e4m3fn) for e in (-9, -8))
+    made.gate_up_proj_scale.data[1, 40:43] = least
+    made.down_proj_scale.data[2, ::50] = least
+    made.down_proj_scale.data[3] = next_one
     with options.override(order="row"):
         for dtype in DTYPES[:2]:
             assert not changed(forward(made), batch(dtype), COUNTS)

@@ -73,6 +73,7 @@ def program():
             [i32, tensor(2, 3, dtype="i32"), i32],
             {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32},
         ),
+        "place": ([ids, i32], {"here": 2}),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
         "dispatch": (
             [[x, ids, tensor(m, 2), peers]],

@@ -46,7 +46,8 @@ def operands_of(name):
             yield from ([*lead, *(n if i == at else dtype for i in range(count))] for n in NUMBERS)
 
 
-FLOATS_ALONE = ("silu", "pow")  # torch's are, of integers, another function
+# torch's are, of integers, another function, or none
+FLOATS_ALONE = ("silu", "pow", "floor", "round")
 MASKS_ALONE = ("logical_and", "logical_or", "logical_not")  # torch's look at whether a number is 0
 
 

@@ -20,9 +20,9 @@ from torch.optim.swa_utils import (
 
 from fusion_moe import encodings, options
 from fusion_moe.encodings.convert import quantize_weight
+from fusion_moe.encodings.encoded import Encoded, EncodedParameter, plain
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import Experts, NVFP4GroupedLinear, QuantizedLinear, add_lora_, prepare_
-from fusion_moe.nn.frozen.encoded import Encoded, EncodedParameter, plain
 
 E, H, I = 2, 64, 64
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_tensor", "int4", "int8_32", "nf4")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ...encodings import MXFP4, NVFP4, Encoding, Quantized
 from ...encodings.convert import quantize_weight
+from ...encodings.encoded import as_plain_tensors, plain
 from ...ir.builder import FusionDefinition
 from ...ir.core import Value
 from ...ir.text import text
 from ...runtime.host_memory import pages
-from .encoded import as_plain_tensors, plain
 
 _ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
 _PANEL = 2**24  # how many elements are quantized at once

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import Quantized
+from ...encodings.encoded import as_plain_tensors
 from .. import checks
 from ..trained.activations import interleave
-from .encoded import as_plain_tensors
 from .projections import Projections
 
 ops = torch.ops.fusion_moe

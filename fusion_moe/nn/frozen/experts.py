@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ...encodings import NVFP4, Quantized
+from ...encodings.encoded import as_plain_tensors
 from ...errors import Error, ShapeError, need_one_of
 from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
 from .base import rounded
-from .encoded import as_plain_tensors
 from .projections import Projections
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ... import backends, options
 from ...encodings import Quantized
+from ...encodings.encoded import EncodedParameter
 from ...encodings.folding import FOLDED, fold, foldable
 from ...errors import OptionError
-from .encoded import EncodedParameter
 from .packed import packing_of
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import NVFP4, Quantized
+from ...encodings.encoded import as_plain_tensors
 from ...errors import Error, ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .. import checks
 from .adaptable import AdaptableModule
 from .base import frozen, rounded
-from .encoded import as_plain_tensors
 from .experts import quantize_gate_up
 
 

@@ -15,6 +15,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends, options, plugins
 from ...encodings import Encoding, Part, Quantized, check_part_scales
+from ...encodings.encoded import (
+    Encoded,
+    EncodedParameter,
+    Stored,
+    as_plain_tensors,
+    encoded,
+    plain,
+)
 from ...encodings.search import has_values
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
@@ -24,7 +32,6 @@ from ...runtime.host_memory import pages
 from ...target import Target
 from ..local import Sharding
 from .base import own_parameters
-from .encoded import Encoded, EncodedParameter, Stored, as_plain_tensors, encoded, plain
 
 _ordering = threading.Lock()
 FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end

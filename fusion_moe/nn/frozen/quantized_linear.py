@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import Quantized
+from ...encodings.encoded import as_plain_tensors
 from ...errors import Error, ShapeError
 from .. import checks
 from .base import frozen
-from .encoded import as_plain_tensors
 from .packed import PackedModule
 
 

@@ -20,6 +20,7 @@ from ...encodings import (
     check_part_scales,
     check_parts,
 )
+from ...encodings.encoded import plain
 from ...encodings.encoding import FLOATS
 from ...encodings.search import has_values
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
@@ -27,7 +28,6 @@ from ...messages.warn import log
 from ..local import Sharding, is_dtensor
 from .adaptable import AdaptableModule
 from .base import by_kernels, rounded
-from .encoded import plain
 from .packed import FROZEN, PackedModule, Packing, packing_of
 
 _WHERE = "update_weights_"

@@ -143,6 +143,7 @@ def _binary(
 
 
 _NAMES = ["exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sqrt", "rsqrt", "ceil"]
+_NAMES += ["erfc", "sin", "cos", "atan", "floor", "round"]
 TABLE = (
     *(_unary(name, getattr(torch, name)) for name in _NAMES),
     _unary("reciprocal", lambda x: 1 / x),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError
+from ..errors import UnsupportedError
 
 # Inside of it torch's functions take parts for plain tensors. An operation that reads parts saves
 # 3 us there, and a compiled program has no guards on what is defined here.
@@ -59,15 +59,22 @@ class Encoded(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What `_call` does."""
+        """What `_call` does. Operations called as such are those of compiled graphs, whose values
+        are plain.
+        """
         with as_plain_tensors():
+            if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                return func(*args, **kwargs or {})
             return _call(func, _name(func), args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             new: Any = plain(self).clone(memory_format=torch.preserve_format)
-            new.__class__ = type(self)
-            new.__dict__.update(self.__dict__)
+            if isinstance(self, nn.Parameter):
+                new = EncodedParameter(new, **self.__dict__)
+            elif type(new) is Tensor:
+                new.__class__ = type(self)
+                new.__dict__.update(self.__dict__)
             memo[id(self)] = new
         return memo[id(self)]
 
@@ -85,8 +92,12 @@ class EncodedParameter(Encoded, nn.Parameter):
     """Codes or scales as a parameter. Copies and pickles keep the type."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False, **attributes: Any) -> Any:
-        """As of `nn.Parameter`, without a gradient."""
+        """As of `nn.Parameter`, without a gradient. For a tensor of another type, such as a fake
+        one, it is torch's.
+        """
         new: Any = plain(data).detach()
+        if type(new) is not Tensor:
+            return nn.Parameter(new, requires_grad=False)
         new.__class__ = cls
         new.__dict__.update(attributes)
         return new
@@ -126,12 +137,7 @@ def encoded(t: Any, holds: str, kind: type[Encoded] = Encoded) -> Any:
 
 
 def _name(func: Any) -> str:
-    """What one of torch's functions is called: an attribute ".name", ".name=" if it is set, "." for
-    operations of others.
-    """
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        namespace, name = str(func).split(".")[:2]
-        return name if namespace == "aten" else "."
+    """What one of torch's functions is called: an attribute ".name", ".name=" if it is set."""
     name = str(func.__name__)
     ends = {"__get__": "", "__set__": "="}
     return f".{func.__self__.__name__}{ends[name]}" if name in ends else name
