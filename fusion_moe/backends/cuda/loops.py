@@ -227,13 +227,23 @@ class Loops(Source):
             and width % VECTOR == 0
             and (rows := exact_div(count, width)) is not None
         ):
-            return self._by_eights(f"elements_{i}", values, rows, width, left)
+            return self._by_eights(i, values, rows, width, left)
         made = self.elements(without=left)
         stores = [self.store(v, _I, made.of(v, unflat(_I, v.type.shape))) for v in values]
-        return self.for_all(f"elements_{i}", count, [*made.lines, *stores])
+        checks = [] if i else self._checks(count, left)
+        return self.for_all(f"elements_{i}", count, [*checks, *made.lines, *stores])
+
+    def _checks(self, count: AnySize, left: Sequence[Value]) -> list[str]:
+        """Of ends that are inputs, which elements only search in, by `count` threads."""
+        return [
+            f"for (i64 g = i; g < {size(op.outputs[0].type.shape[0])}; g += {size(count)}) "
+            f"check_end({self.array(op.outputs[0], left)}, g, {size(op.attrs['rows'])}, error);"
+            for op in self.fusion.ops
+            if op.kind.name == "ends"
+        ]
 
     def _by_eights(
-        self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value]
+        self, i: int, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value]
     ) -> KernelSource:
         """A thread for eight columns of a row."""
         made, store = self.elements(without=left, below={_J.name: width}), Store(width)
@@ -241,9 +251,9 @@ class Loops(Source):
             element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
             store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
-        return self.for_all(
-            name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)]
-        )
+        count = elements((rows, width // VECTOR))
+        checks = [] if i else self._checks(count, left)
+        return self.for_all(f"elements_{i}", count, [*checks, place, *store.body(made.statements)])
 
 
 _SUMMED: dict[str, Callable[[Loops, Op, Sequence[Value]], KernelSource]] = {

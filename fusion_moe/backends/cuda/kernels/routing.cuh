@@ -207,6 +207,12 @@ __device__ __forceinline__ float sum_blocks(i64 start, i64 stop, Add add) {
     return float(total);
 }
 
+// Reports an end that is negative, below the one before it, or past the rows.
+__device__ __forceinline__ void check_end(const i32* ends, i64 g, i64 rows, i64* error) {
+    const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
+    if (end < before || end < 0 || end > rows) report(error, BAD_END, i32(g), end);
+}
+
 // Returns the rows of a group, limited to rows that there are. Reports ends that are wrong.
 __device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows, i64* error) {
     const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
