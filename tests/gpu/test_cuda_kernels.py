@@ -432,6 +432,8 @@ def test_a_whole_layer(fmt, activations, name, of_no_expert, layout):
     """With ids of -1 too, for single slots and for whole tokens, in calls of few rows, whose
     product finds its tiles in ids, and of more.
     """
+    if layout == "sf128x4" and ENCODINGS[fmt].plain:
+        pytest.skip("no block scales to swizzle")
     dtype, g = DTYPES[activations], generator()
     changes = {
         k: v.to(dtype).cuda() if isinstance(v, torch.Tensor) else v for k, v in LAYERS[name].items()
