@@ -267,8 +267,8 @@ class Descriptor {
   protected:
     using Addresses = c10::SmallVector<char*, 32>;
 
-    // Those of all arrays; none if a tensor should be a handle, and is not. of_results(result) makes
-    // a tensor.
+    // Those of all arrays; none if a tensor should be a handle, and is not. of_results(result)
+    // makes a tensor.
     template <class Make>
     Addresses addresses(const Form& form, Results& results, char* workspace, Make of_result) const {
         Addresses found;
