@@ -126,8 +126,8 @@ class Decoder:
     def _call(self, model: Callable[..., Any], ids: Tensor | None = None) -> None:
         given = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
         found = model(self.ids if ids is None else ids, **given)
-        if self.why_plain:
-            self.cache = found.past_key_values
+        if self.why_plain:  # a model that classifies tokens has none
+            self.cache = getattr(found, "past_key_values", None)
         self.ids.copy_(self.choose(found.logits[:, -1]))
 
     @torch.no_grad()
