@@ -163,6 +163,10 @@ def test_the_header_of_int4_is_the_derived_one():
             "its elements have 16 bits",
         ),
         (
+            Encoding("e", INT8, (Scale("scale", torch.float8_e5m2, 16),)),
+            "its scale is float8_e5m2; readers take",
+        ),
+        (
             Encoding("e", INT8, (Scale("scale", F32, 0), Scale("b", F32, 0))),
             "one of them for a whole matrix",
         ),

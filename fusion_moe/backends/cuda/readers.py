@@ -142,15 +142,13 @@ def _misfits(of: Encoding, tiled: bool) -> Iterator[tuple[str, str]]:
     for scale in of.block_scales:
         if scale.block > 0 and scale.block % _LANE_COLUMNS:
             yield f"with a scale for {scale.block} elements", f"a multiple of {_LANE_COLUMNS}"
-        if scale.dtype not in _VALUES:
-            yield f"with scales in {scale.dtype}", " or ".join(map(str, _VALUES))
     if len(matrix) > 1 or any(s.dtype != torch.float32 or s.divides for s in matrix):
         yield "with such scales of a matrix", "at most one float32 factor"
 
 
 # The descriptor in C++ ----------------------------------------------------------------------------
 
-# what the bits of a stored scale mean
+# what the bits of a stored scale mean, in each dtype that an encoding's parts may have
 _VALUES = {
     torch.float32: "__uint_as_float(bits)",
     torch.bfloat16: "__uint_as_float(bits << 16)",
