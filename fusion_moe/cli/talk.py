@@ -225,6 +225,7 @@ def recorded(talk: Talk, path: Path | None) -> Iterator[None]:
 
 
 def line() -> str:
+    """What the user types at the prompt; "" at the end of the input."""
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):

@@ -109,6 +109,7 @@ class Linear(torch.autograd.Function):
         at_back: Tensor | None,
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
+        """there(x, group, ranks) of each x; results that are no floats get no gradient."""
         ctx.back, ctx.group, ctx.ranks = back, group, ranks
         ctx.save_for_backward(*([] if at_back is None else [at_back]))
         ys = tuple(there(x, group, ranks, *([] if at is None else [at])) for x in xs)
@@ -117,6 +118,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """back(dy, group, ranks) of each x that needs a gradient."""
         at_back = ctx.saved_tensors  # once: checkpoints let go of what they gave
         gradients = (
             ctx.back(dy, ctx.group, ctx.ranks, *at_back) if need else None

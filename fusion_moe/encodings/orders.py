@@ -22,15 +22,19 @@ from torch import Tensor
 
 
 class CodeOrder(Protocol):
-    """unpacked: a part [..., N, packed K] -> one element each, [..., N, K]; packed: its inverse.
+    """How a part's elements are packed along K, and lie in the memory of a tile."""
 
-    stored: x [..., r, c, v, j, h, i] -> the tile's memory; read: its inverse, for the given tiles.
-    """
+    def unpacked(self, t: Tensor) -> Tensor:
+        """A part [..., N, packed K] -> one element each, [..., N, K]."""
 
-    def unpacked(self, t: Tensor) -> Tensor: ...
-    def packed(self, x: Tensor) -> Tensor: ...
-    def stored(self, x: Tensor) -> Tensor: ...
-    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor: ...
+    def packed(self, x: Tensor) -> Tensor:
+        """The inverse of `unpacked`."""
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Elements [..., r, c, v, j, h, i] -> the memory of their tiles."""
+
+    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
+        """The inverse of `stored`; tiles: the leading dimensions of the elements."""
 
 
 class Nibbles:

@@ -58,6 +58,8 @@ class Together:
         self._barrier, self._given = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def run(self, f: Callable[[int], T]) -> list[T]:
+        """f(rank) of each rank, in a thread of its own. Raises the first error of any."""
+
         def of_rank(rank: int) -> T:
             self._threads[threading.get_ident()] = rank
             _local.here = self

@@ -41,21 +41,29 @@ def name_of(source: str) -> str:
 
 
 def begin_step(ids: torch.dtype, weights: torch.dtype) -> str:
+    """The source of the kernel that begins a step: it finds the experts that the GPU lacks, copies
+    some into its cache, and hands the rows of the others to the CPU. ids, weights: dtypes.
+    """
     parameter = f"BeginStep<{CTYPES[ids]}, {CTYPES[weights]}>"
     body = "extern __shared__ i32 memory[];\n    s.run(memory);"
     return text("begin_step", "begin", parameter, body)
 
 
 def end_step(x: torch.dtype, weights: torch.dtype, slots: int, features: int) -> str:
+    """The source of the kernel that ends a step: it waits for the CPU's rows, and sums the rows of
+    each token. x, weights: dtypes; slots: rows of a token; features: of a row.
+    """
     parameter = f"EndStep<{CTYPES[x]}, {CTYPES[weights]}, {slots}, {features}>"
     return text("end_step", "handover", parameter, "s.run();", SUMMING)
 
 
 def put_rows() -> str:
+    """The source of the kernel that puts the rows of a part of a long step into its result."""
     return text("put_rows", "put", "PutRows", "s.run();")
 
 
 def load() -> str:
+    """The source of the kernel that copies experts from the host into the GPU's cache."""
     return text("load", "experts", "Load", "s.run();")
 
 
@@ -87,6 +95,7 @@ class Kernel:
         self._of = cache(lambda n: cuda.Launch(function, n, threads, shared, overlaps))
 
     def __call__(self, stream: int, numbers: Sequence[int], blocks: int = 0) -> None:
+        """Launches on a stream with one structure. blocks: how many, if other than usual."""
         params = (ctypes.c_longlong * len(numbers))(*numbers)
         pointer = ctypes.c_void_p(ctypes.addressof(params))
         self._of(blocks or self._blocks)(stream, ctypes.addressof(pointer))

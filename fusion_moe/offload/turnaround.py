@@ -78,6 +78,7 @@ class Copier:
         self._load: Kernel | None = None
 
     def __call__(self, first: int, count: int) -> None:
+        """Copies the experts from `first` on."""
         with torch.cuda.device(self.device):
             if self._load is None:
                 self._begin()

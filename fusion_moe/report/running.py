@@ -70,6 +70,7 @@ class Run(Document):
 
     @data.setter
     def data(self, data: RunData) -> None:
+        """Ends the run with what was noted of it."""
         self._step, self._data = None, data
 
     def step(self) -> None:

@@ -56,6 +56,9 @@ class Joined(Function):
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
     ) -> tuple[torch.Tensor, ...] | None:
+        """The outputs of the program for its inputs, then the arrays `also`, which the next call
+        reuses. None if a kernel found input for which the reference raises an error.
+        """
         return self._arrays.call(self._entry, tensors, sizes, also)
 
     def descriptor(

@@ -117,6 +117,9 @@ class Launch(Function):
         )
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        """The outputs of the segment. Raises the reference's error for bad input, RankError if a
+        rank of a collective operation did not answer.
+        """
         made = self._arrays.call(self._entry, inputs, sizes)
         if made is None:
             need_ranks(self.source.fusion, inputs)

@@ -145,6 +145,9 @@ class Call:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
     ) -> tuple[torch.Tensor, ...]:
+        """The outputs for these inputs, then the arrays `also`, which later calls on this stream
+        reuse. Compiles what is not compiled yet. GroupsError for what an earlier call found.
+        """
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device.index):
             stream = cuda.stream(device)
@@ -276,6 +279,7 @@ class Launch(Call):
     def __call__(  # type: ignore[override]  # kernels get their inputs one by one
         self, *inputs: torch.Tensor, sizes: Sizes
     ) -> tuple[torch.Tensor, ...]:
+        """The outputs of the segment for its inputs, as `Call` computes them."""
         return super().__call__(inputs, sizes)
 
 

@@ -72,9 +72,11 @@ class Number(Index):
 
     @property
     def reads(self) -> frozenset[str]:
+        """The variables that a number depends on: none."""
         return frozenset()
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
+        """The number itself."""
         return self.value
 
 
@@ -89,12 +91,15 @@ class Variable(Index):
 
     @property
     def reads(self) -> frozenset[str]:
+        """The variable itself."""
         return frozenset([self.name])
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
+        """The variable's value in `variables`; KeyError without one."""
         return variables[self.name]
 
     def replaced(self, name: str, by: Index) -> Index:
+        """`by` if this is the variable `name`, else the variable itself."""
         return by if self.name == name else self
 
 
@@ -111,14 +116,17 @@ class Operation(Index):
 
     @property
     def reads(self) -> frozenset[str]:
+        """The variables of both sides."""
         return self.left.reads | self.right.reads
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
+        """The operator's result for the values of both sides."""
         return _OPERATORS[self.operator](
             self.left.evaluate(variables), self.right.evaluate(variables)
         )
 
     def replaced(self, name: str, by: Index) -> Index:
+        """The operation on both sides with `by` in place of the variable `name`, simplified."""
         left, right = self.left.replaced(name, by), self.right.replaced(name, by)
         return _OPERATORS[self.operator](left, right)
 
@@ -135,12 +143,15 @@ class Call(Index):
 
     @property
     def reads(self) -> frozenset[str]:
+        """The variables of all arguments."""
         return frozenset[str]().union(*(a.reads for a in self.arguments))
 
     def evaluate(self, variables: Mapping[str, int]) -> int:
+        """Raises TypeError: only a kernel can call the function."""
         raise TypeError(f"{self} is known only to a kernel")
 
     def replaced(self, name: str, by: Index) -> Index:
+        """The call with `by` in place of the variable `name` in its arguments."""
         return Call(self.function, tuple(a.replaced(name, by) for a in self.arguments))
 
 
