@@ -77,7 +77,7 @@ class _Found:
             ]
         outputs = self.program.run(tensors, self.sizes)
         if native.wanted():
-            native.offer(self.program.descriptor(given, self.sizes))
+            native.offer(self.program.plan_for_native(given, self.sizes))
         return outputs
 
 

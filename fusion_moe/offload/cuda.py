@@ -29,7 +29,6 @@ from ..layouts.groups import check_ids
 from ..layouts.w16x64 import W16X64
 from ..runtime import cuda
 from ..runtime.host_memory import pages
-from ..runtime.native import Descriptor
 from .device import Counters, Home
 from .launches import Parts, Shape, why_not_tiled
 from .long_steps import Turn, missed_of, turns_of
@@ -342,22 +341,22 @@ def _wait(device: torch.device, process: int) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_program(call: Call) -> Descriptor:
-    """What the worker runs for a call of the operation on the CPU. UnsupportedError if there is no
-    one call of C++ for it.
+def host_program(call: Call) -> list[int]:
+    """The launch plan, for C++, of what the worker runs for a call of the operation on the CPU.
+    UnsupportedError if there is no one call of C++ for it.
     """
     program = program_of(text(fusion_of_call(call)), torch.device("cpu"))
     tensors = [*call.tensors.values()]
     joined, sizes = program.joined, program.sizes(tensors, {})
-    found = joined.descriptor(tensors, sizes, "run_in") if isinstance(joined, Joined) else None
-    if found is None:
+    plan = joined.plan_in(sizes).numbers(tensors) if isinstance(joined, Joined) else None
+    if plan is None:
         why = next((k.why for k in program.kernels if k.why), "a kernel is not in C++")
         raise UnsupportedError(
             f"these experts on the CPU: {why}",
             expected="experts that one call of C++ computes",
             where="offload",
         )
-    return found
+    return plan
 
 
 def large_of(home: Home) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "launch_plan.h"
 #include "mailbox.cuh"
-#include "descriptor.h"
 #include "team.h"
 
 namespace offload {
@@ -40,24 +40,15 @@ using Numbers = NumbersOf<i64>;
 u64 acquire(const u64& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE); }
 void release(u64& flag, u64 x) { __atomic_store_n(&flag, x, __ATOMIC_RELEASE); }
 
-// A program for up to `rows` rows: what a descriptor says (runtime/native.cpp). Its first inputs
+// A program for up to `rows` rows: a launch plan (runtime/launch_plan.py). Its first inputs
 // are rows, ids and weights, the others a layer's, its only result the rows that it makes.
 class Program {
   public:
-    explicit Program(Numbers& said)
-        : rows(said.next()),
-          inputs_(said.next()),
-          made_(said.list()),
-          workspace_(static_cast<std::size_t>(said.next())),
-          offsets_(said.list()),
-          entry_(said.address<Entry>()),
-          products_(said.list()),
-          order_(said.list()),
-          sizes_(said.list()) {}
+    explicit Program(Numbers& said) : rows(said.next()), arrays_(said), function_(said) {}
 
     const i64 rows;
 
-    std::size_t workspace() const { return workspace_; }
+    std::size_t workspace() const { return static_cast<std::size_t>(arrays_.workspace); }
 
     // Whether it ran; if not, it found bad input.
     bool run(char* const (&given)[3], const std::vector<char*>& layer, char* result, char* memory,
@@ -65,20 +56,14 @@ class Program {
         std::vector<char*> all(given, given + 3), ordered;
         all.insert(all.end(), layer.begin(), layer.end());
         all.push_back(result);
-        for (const i64 offset : offsets_) all.push_back(memory + offset);
-        for (const i64 i : order_) ordered.push_back(all[static_cast<std::size_t>(i)]);
-        return entry_(ordered.data(), sizes_.data(), products_.data(), &team) == 0;
+        for (const i64 offset : arrays_.offsets) all.push_back(memory + offset);
+        function_.choose(all, ordered);
+        return function_(ordered.data(), &team) == 0;
     }
 
   private:
-    using Entry = int(char* const* arrays, const i64* sizes, const i64* products, void* team);
-
-    i64 inputs_;
-    std::vector<i64> made_;
-    std::size_t workspace_;
-    std::vector<i64> offsets_;
-    Entry* entry_;
-    std::vector<i64> products_, order_, sizes_;
+    ArraysOf<i64> arrays_;
+    FunctionOf<i64, void*> function_;
 };
 
 // A tensor with an entry for each expert, in a file.

@@ -2,7 +2,7 @@
 
     worker = Worker.of_process()                        # one for all models; started if needed
     model = worker.model(staging)                       # a mailbox, and the memory beside it
-    programs = model.programs([(rows, descriptor), ...])    # for more and more rows
+    programs = model.programs([(rows, plan), ...])    # for more and more rows
     number = model.layer(programs, weights)             # which kernels put into the mailbox
 
 A model is removed when nothing refers to it any more, the worker ends with the process. After a
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..backends.cpu.readers import KERNELS as CPU_KERNELS
 from ..runtime import build, native
 from ..runtime.host_memory import bandwidth
-from ..runtime.native import Descriptor, counted
+from ..runtime.launch_plan import counted
 from .pinned import Staging
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -74,11 +74,13 @@ class Model:
         # keeps both: neither ends before it
         weakref.finalize(self, _remove, worker, self.handle, staging)
 
-    def programs(self, made: Sequence[tuple[int, Descriptor]]) -> int:
-        """Registers programs of the entry "run_in", each for up to so many rows: more and more."""
-        numbers = [len(made)]
-        for rows, descriptor in made:
-            numbers += [rows, *descriptor.numbers]
+    def programs(self, plans: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """Registers programs by their launch plans (`host_program`), each for up to so many rows:
+        more and more.
+        """
+        numbers = [len(plans)]
+        for rows, plan in plans:
+            numbers += [rows, *plan]
         return int(library().offload_programs(self.worker.handle, self.handle, *_numbers(numbers)))
 
     def layer(
@@ -124,10 +126,10 @@ def letters(rows: int, row_bytes: int) -> dict[str, int]:
     }
 
 
-def nothing(rows: int) -> Descriptor:
-    """A program that makes nothing, for up to so many rows."""
+def nothing(rows: int) -> list[int]:
+    """The launch plan of a program that makes nothing, for up to so many rows."""
     function = native.address(library().offload_nothing)
-    return Descriptor(False, (3, *counted([0]), 0, *counted([]), function, *[0] * 3))
+    return [3, *counted([0]), 0, *counted([]), function, *[0] * 3]
 
 
 @cache

@@ -74,17 +74,16 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
     return min(gaps, default=(0, end))[1]
 
 
-def allocate(memory: Memory, device: torch.device | None = None) -> tuple[torch.Tensor, list[int]]:
+def allocate(memory: Memory, device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """u8: the memory, and the address of each array: one allocation, since each takes as long as a
     launch.
 
-    device None: CPU memory, valid until this thread allocates again. Each thread keeps enough for
-    small calls.
+    That of a small call on the CPU is kept by each thread: it is valid until the next one.
     """
-    if device is None and memory.nbytes <= _KEPT:
+    if device.type == "cpu" and memory.nbytes <= _KEPT:
         held, start = _of_thread.kept
     else:
-        held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device or "cpu")
+        held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
         start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]
 

@@ -3,7 +3,7 @@
 //
 // The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its
 // tensors, and its other arguments. A call of a form that is not known runs the operation's twin,
-// which is the same in Python; when that returns, Python may have offered the descriptor of the
+// which is the same in Python; when that returns, Python may have offered the launch plan of the
 // call: then its form is known.
 //
 // Python decides wherever it may have an opinion: options other than the process's, calls that are
@@ -30,7 +30,7 @@
 #include <utility>
 #include <vector>
 
-#include "descriptor.h"
+#include "launch_plan.h"
 
 extern "C" {  // of the interpreter that loads this, whose headers need not be installed
 struct _object;
@@ -138,7 +138,7 @@ class Form {
     }
 };
 
-// Descriptors
+// Launch plans
 // -------------------------------------------------------------------------------------------------
 
 using Numbers = NumbersOf<i64>;
@@ -224,20 +224,16 @@ using Results = std::vector<at::Tensor>;
 
 // What a call of one form launches. Its arrays are numbered: those of its tensors, those of its
 // results, those inside of its workspace.
-class Descriptor {
+class LaunchPlan {
   public:
-    explicit Descriptor(Numbers& said)
-        : inputs_(said.next()),
-          made_(said.list()),
-          workspace_(said.next()),
-          offsets_(said.list()) {}
-    virtual ~Descriptor() = default;
+    explicit LaunchPlan(Numbers& said) : arrays_(said) {}
+    virtual ~LaunchPlan() = default;
 
-    // Takes the results for the form of those to come. Whether they are as this descriptor makes
+    // Takes the results for the form of those to come. Whether they are as this plan makes
     // them.
     bool fits(std::size_t inputs, const Results& results) {
-        if (inputs == 0 || inputs != static_cast<std::size_t>(inputs_) ||
-            results.size() != made_.size())
+        if (inputs == 0 || inputs != static_cast<std::size_t>(arrays_.inputs) ||
+            results.size() != arrays_.made.size())
             return false;
         for (const at::Tensor& t : results) {
             if (!t.defined() || !t.is_contiguous()) return false;
@@ -280,16 +276,16 @@ class Descriptor {
             if (!found[input]) return {};
         }
         for (const Result& result : results_) results.push_back(of_result(result));
-        for (const i64 i : made_)
+        for (const i64 i : arrays_.made)
             found.push_back(
                 static_cast<char*>(results[static_cast<std::size_t>(i)].mutable_data_ptr()));
-        for (const i64 offset : offsets_) found.push_back(workspace + offset);
+        for (const i64 offset : arrays_.offsets) found.push_back(workspace + offset);
         return found;
     }
 
-    i64 workspace() const { return workspace_; }
+    i64 workspace() const { return arrays_.workspace; }
 
-    // Ends a descriptor: the input that is the weight of the first product, and the array of its
+    // Ends a plan: the input that is the weight of the first product, and the array of its
     // groups' ends, -1 for none; the inputs that are handles, each with the group.
     void read_last(Numbers& said) {
         weight_ = said.next(), ends_ = said.next(), peers_ = said.list();
@@ -302,24 +298,14 @@ class Descriptor {
   private:
     i64 weight_ = -1, ends_ = -1;
     std::vector<i64> peers_;
-    i64 inputs_;
-    std::vector<i64> made_;  // which result each array is
-    i64 workspace_;          // bytes
-    std::vector<i64> offsets_;
+    ArraysOf<i64> arrays_;
     std::vector<Result> results_;
 };
 
 // One call of a program's entry.
-class OnCpu final : public Descriptor {
+class OnCpu final : public LaunchPlan {
   public:
-    explicit OnCpu(Numbers& said)
-        : Descriptor(said),
-          entry_(said.address<Entry>()),
-          products_(said.list()),
-          order_(said.list()),
-          sizes_(said.list()) {
-        read_last(said);
-    }
+    explicit OnCpu(Numbers& said) : LaunchPlan(said), function_(said) { read_last(said); }
 
     bool run(const Form& form, const Layer* layer, Results& results) const override {
         at::Tensor held;
@@ -327,16 +313,13 @@ class OnCpu final : public Descriptor {
         const Addresses found = addresses(form, results, memory(held), make);
         if (found.empty()) return false;
         Addresses ordered;
-        for (const i64 i : order_) ordered.push_back(found[static_cast<std::size_t>(i)]);
-        if (entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) != 0)
-            return false;
+        function_.choose(found, ordered);
+        if (function_(ordered.data(), at::get_num_threads()) != 0) return false;
         if (layer) count(*layer, ends(found));
         return true;
     }
 
   private:
-    using Entry = int(char* const* arrays, const i64* sizes, const i64* products, int threads);
-
     // The thread's own, which grows, or one for this call. Fresh memory costs a page fault for each
     // 4 KiB: a tenth of a long call.
     char* memory(at::Tensor& held) const {
@@ -349,15 +332,14 @@ class OnCpu final : public Descriptor {
         return static_cast<char*>(used.mutable_data_ptr());
     }
 
-    Entry* entry_;
-    std::vector<i64> products_, order_, sizes_;
+    FunctionOf<i64, int> function_;
 };
 
 // The kernels of a choice, in order.
-class OnCuda final : public Descriptor {
+class OnCuda final : public LaunchPlan {
   public:
     explicit OnCuda(Numbers& said)
-        : Descriptor(said),
+        : LaunchPlan(said),
           launch_(said.address<Launch>()),
           encode_(said.address<Encode>()),
           stream_(said.address<Stream>()),
@@ -529,22 +511,22 @@ class OnCuda final : public Descriptor {
 
 class Known {
   public:
-    std::shared_ptr<const Descriptor> find(const std::vector<u64>& words) {
+    std::shared_ptr<const LaunchPlan> find(const std::vector<u64>& words) {
         const std::shared_lock lock(mutex_);
-        const auto at = descriptors_.find(words);
-        return at == descriptors_.end() ? nullptr : at->second;
+        const auto at = plans_.find(words);
+        return at == plans_.end() ? nullptr : at->second;
     }
 
     // Starts anew when it is full.
-    void put(std::vector<u64> words, std::shared_ptr<const Descriptor> descriptor) {
+    void put(std::vector<u64> words, std::shared_ptr<const LaunchPlan> plan) {
         const std::unique_lock lock(mutex_);
-        if (descriptors_.size() >= MOST) descriptors_.clear();
-        descriptors_.emplace(std::move(words), std::move(descriptor));
+        if (plans_.size() >= MOST) plans_.clear();
+        plans_.emplace(std::move(words), std::move(plan));
     }
 
     std::size_t size() {
         const std::shared_lock lock(mutex_);
-        return descriptors_.size();
+        return plans_.size();
     }
 
   private:
@@ -559,7 +541,7 @@ class Known {
         }
     };
     std::shared_mutex mutex_;
-    std::unordered_map<std::vector<u64>, std::shared_ptr<const Descriptor>, Hash> descriptors_;
+    std::unordered_map<std::vector<u64>, std::shared_ptr<const LaunchPlan>, Hash> plans_;
 };
 
 Known& known() {
@@ -567,19 +549,19 @@ Known& known() {
     return *all;
 }
 
-// A call that Python runs, in whose place a descriptor may be offered; none for calls that no
-// descriptor is wanted of.
-thread_local std::shared_ptr<Descriptor>* offered = nullptr;
+// A call that Python runs, in whose place a plan may be offered; none for calls that no
+// plan is wanted of.
+thread_local std::shared_ptr<LaunchPlan>* offered = nullptr;
 
-// Runs Python with a place for its descriptor, or without.
+// Runs Python with a place for its plan, or without.
 class Offering {
   public:
-    explicit Offering(std::shared_ptr<Descriptor>* place)
+    explicit Offering(std::shared_ptr<LaunchPlan>* place)
         : before_(std::exchange(offered, place)) {}
     ~Offering() { offered = before_; }
 
   private:
-    std::shared_ptr<Descriptor>* before_;
+    std::shared_ptr<LaunchPlan>* before_;
 };
 
 struct Context {  // of Python, that decides how calls run: context variables, and what they hold in
@@ -611,7 +593,7 @@ class Kernel : public c10::OperatorKernel {
     explicit Kernel(OperatorHandle twin) : twin_(std::move(twin)) {}
 
   protected:
-    void python(DispatchKeySet keys, Stack* stack, std::shared_ptr<Descriptor>* place) const {
+    void python(DispatchKeySet keys, Stack* stack, std::shared_ptr<LaunchPlan>* place) const {
         const Offering offering(place);
         twin_.redispatchBoxed(keys, stack);
     }
@@ -634,16 +616,16 @@ class OfBackend final : public Kernel {
         const bool told = std::all_of(arguments.begin(), arguments.end(),
                                       [&](const IValue& v) { return form.add(v); });
         if (!told || !usual()) return python(keys, stack, nullptr);
-        const auto descriptor = known().find(form.words);
+        const auto plan = known().find(form.words);
         Results results;
         const Layer* layer = nullptr;
-        if (descriptor && form.in_memory() && descriptor->find(form, layer) &&
-            descriptor->run(form, layer, results)) {
+        if (plan && form.in_memory() && plan->find(form, layer) &&
+            plan->run(form, layer, results)) {
             torch::jit::drop(*stack, count);
             return push(op, stack, std::move(results));
         }
-        std::shared_ptr<Descriptor> place;
-        python(keys, stack, descriptor ? nullptr : &place);
+        std::shared_ptr<LaunchPlan> place;
+        python(keys, stack, plan ? nullptr : &place);
         if (place && place->fits(form.tensors.size(), returned(op, *stack)))
             known().put(std::move(form.words), std::move(place));
     }
@@ -732,13 +714,13 @@ void fusion_moe_implement(const char* name, const char* twin, int autograd) {
                               {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
 }
 
-// Whether a descriptor of the call that Python runs now is wanted.
+// Whether a plan of the call that Python runs now is wanted.
 int fusion_moe_wanted() { return offered != nullptr; }
 
-// The descriptor of that call.
-void fusion_moe_offer(int cuda, const i64* numbers, i64 count) {
+// The plan of that call.
+void fusion_moe_offer(const i64* numbers, i64 count) {
     Numbers said(numbers, count);
-    if (cuda)
+    if (said.next())
         *offered = std::make_shared<OnCuda>(said);
     else
         *offered = std::make_shared<OnCpu>(said);

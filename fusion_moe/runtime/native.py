@@ -4,7 +4,7 @@ known forms.
     implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays
     use()                                   # from now on C++ runs what it knows
     if wanted():                            # at the end of a call that Python ran:
-        offer(descriptor)                   # what C++ is to do for the next ones of its form
+        offer(numbers)                      # the launch plan of the next ones of its form
 
 The library is compiled against the installed torch, so no wheel has it: when weights are prepared
 or a compiled graph is first called, once for each cache_dir. A process that does neither runs all
@@ -18,7 +18,6 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,42 +29,12 @@ from ..errors import BuildError, Error
 from ..messages.progress import waiting
 from ..messages.warn import log
 from . import build, precompile
-from .memory import Memory
 
 SOURCE = Path(__file__).with_name("native.cpp")
-INCLUDE = SOURCE.parent  # the folder of descriptor.h
+INCLUDE = SOURCE.parent  # the folder of launch_plan.h
 TWINS = "fusion_moe_python"  # the namespace of the Python implementations
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
-
-
-@dataclass(frozen=True)
-class Descriptor:
-    """What C++ does for calls of one form, in the format that native.cpp reads."""
-
-    cuda: bool
-    numbers: tuple[int, ...]
-
-
-def counted(numbers: Sequence[int]) -> list[int]:
-    """The number of numbers, followed by the numbers."""
-    return [len(numbers), *numbers]
-
-
-def arrays(inputs: int, made: Sequence[int], workspace: Memory) -> list[int]:
-    """The beginning of a descriptor: the number of inputs, which output each array after them is,
-    and the offsets of all others.
-    """
-    return [inputs, *counted(made), workspace.nbytes, *counted(workspace.offsets)]
-
-
-def as_stored(tensors: Sequence[torch.Tensor], swapped: Sequence[int]) -> bool:
-    """Whether tensors can be passed as they are in memory: contiguous; those at `swapped` with
-    their last two dimensions swapped.
-    """
-    return all(
-        (t.mT if i in swapped and t.dim() > 1 else t).is_contiguous() for i, t in enumerate(tensors)
-    )
 
 
 # What is implemented ------------------------------------------------------------------------------
@@ -112,20 +81,19 @@ _callers: set[int] = set()  # the threads whose calls Python has run while there
 
 
 def wanted() -> bool:
-    """Whether the descriptor of the call that just ran in Python is wanted."""
+    """Whether the launch plan of the call that just ran in Python is wanted."""
     if _library is not None:
         return bool(_library.fusion_moe_wanted())
     _callers.add(threading.get_ident())
     return False
 
 
-def offer(descriptor: Descriptor | None) -> None:
-    """Gives C++ the descriptor of the call that just ran, which was wanted; None: Python keeps
+def offer(numbers: Sequence[int] | None) -> None:
+    """Gives C++ the launch plan of the call that just ran, which was wanted; None: Python keeps
     running such calls.
     """
-    if descriptor is not None and _library is not None:
-        numbers = (ctypes.c_longlong * len(descriptor.numbers))(*descriptor.numbers)
-        _library.fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
+    if numbers is not None and _library is not None:
+        _library.fusion_moe_offer((ctypes.c_longlong * len(numbers))(*numbers), len(numbers))
 
 
 def why_not() -> str:
@@ -174,7 +142,7 @@ def load() -> None:
         native = build.library(_source())
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
         native.fusion_moe_known.restype = ctypes.c_longlong
-        native.fusion_moe_offer.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong]
+        native.fusion_moe_offer.argtypes = [ctypes.c_void_p, ctypes.c_longlong]
         native.fusion_moe_begin(*options.variable(), precompile.NOTED, None)
         native.fusion_moe_record.argtypes = [ctypes.c_void_p]
         native.fusion_moe_record(_recorded)

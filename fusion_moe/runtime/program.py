@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +16,14 @@ from .. import options
 from ..definitions.run import empty_outputs
 from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
+from ..ir.binding import storage
 from ..ir.core import Fusion, Op, Value
 from ..ir.flow import needed
 from ..schedule.segment import Segment
 from ..target import Target
 from . import check, dump, native, peers, recording
 from .kernel import Kernel
+from .launch_plan import LaunchPlan, counted
 from .precompile import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
@@ -33,27 +35,11 @@ _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition"
 class Joined(Protocol):
     """All kernels of a program in one call."""
 
-    def __call__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        sizes: Mapping[str, int],
-        also: Sequence[Value] = (),
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The outputs: new, contiguous tensors that share no memory. None if the kernels must run
-        one by one, to report an error.
-
-        also: ends of groups, to be returned after them; they are valid until the next call.
-        """
-
-    def descriptor(
-        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]
-    ) -> native.Descriptor | None:
-        """What C++ launches instead of such a call; None if Python must launch it. tensors: in any
-        shapes with the right elements.
-        """
+    def plan(self, device: torch.device, sizes: Mapping[str, int]) -> LaunchPlan:
+        """What such a call launches. Compiles what is not compiled yet."""
 
     def number(self, v: Value) -> int:
-        """Which of a descriptor's arrays a value is."""
+        """Which of a plan's arrays a value is."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +102,16 @@ class Program:
         """What kernels get for these inputs (peers.py). OptionError, ShapeError."""
         return peers.tables(tensors, self._of_peers, env) if self._of_peers else tensors
 
-    def descriptor(
+    def plan_for_native(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
-    ) -> native.Descriptor | None:
-        """What C++ launches instead of such a call of `run`; None if Python must run it."""
+    ) -> list[int] | None:
+        """The launch plan of such a call of `run` for C++; None if Python must launch it."""
         by_python = self.checked or self.dumped is not None or "launch" in options.words("log")
         if by_python or self.joined is None:
             return None
-        made = self.joined.descriptor(tensors, env)
-        handles = native.counted(peers.handles_of(self._of_peers))
-        return made and replace(made, numbers=(*made.numbers, *self._counted, *handles))
+        plan = self.joined.plan(_device_of(tensors), env)
+        numbers, handles = plan.numbers(tensors), counted(peers.handles_of(self._of_peers))
+        return numbers and [plan.device.type == "cuda", *numbers, *self._counted, *handles]
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda",
@@ -229,11 +215,10 @@ class Program:
         also: Sequence[Value] = (),
     ) -> Sequence[torch.Tensor]:
         alone = self._one_by_one(tensors, env, also) if self.checked else None
-        joined = (
-            self.joined(tensors, env, also)
-            if self.joined and not profiler._is_profiler_enabled
-            else None
-        )
+        joined = None
+        if self.joined and not profiler._is_profiler_enabled:
+            inner = [(self.joined.number(v), *storage(v.type, env)) for v in also]
+            joined = self.joined.plan(_device_of(tensors), env).run(tensors, inner)
         if joined is None:
             return self._one_by_one(tensors, env, also) if alone is None else alone
         if alone is not None:

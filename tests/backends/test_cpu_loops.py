@@ -531,7 +531,7 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     fd.add_output(made[-1])
     program = in_cpp(fd.fusion())
     sizes = dict.fromkeys(program.fusion.symbols, 16)
-    whole = program.joined.workspace(sizes)
+    whole = program.joined.plan(torch.device("cpu"), sizes).workspace
     assert len(whole.arrays) == 3
     assert whole.nbytes == 2 * 16 * 32 * 4
     weight = quantize(torch.randn(2, 32, 32, generator=g) / 6, NVFP4)

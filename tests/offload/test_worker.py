@@ -49,7 +49,7 @@ class Layer:
         self.ids = tensors["ids"].view(torch.int32).view(ROWS, 1)
         self.w = tensors["weights"].view(torch.float32).view(ROWS, 1)
         self.y = tensors["results"].view(torch.bfloat16).view(ROWS, H)
-        made = [(rows, self.descriptor(rows)) for rows in (1, 2, 4, ROWS)]
+        made = [(rows, self.plan(rows)) for rows in (1, 2, 4, ROWS)]
         given = [t for weight in self.weights for t in weight]
         self.model, self.number = model, model.layer(model.programs(made), given)
 
@@ -58,14 +58,14 @@ class Layer:
         given = {"x": self.x[:rows], "ids": self.ids[:rows], "w": self.w[:rows]}
         return {**given, "gate_up": up, "down": down, "weight_format": "nvfp4"}
 
-    def descriptor(self, rows: int):
+    def plan(self, rows: int):
         call = bind(SPECS["fused_experts"], (), self.arguments(rows))
         fusion = fusion_of("fused_experts", eager_types(call), call.others)
         program = program_of(text(fusion), torch.device("cpu"))
         tensors = list(call.tensors.values())
-        found = program.joined.descriptor(tensors, program.sizes(tensors, {}), "run_in")
-        assert found is not None
-        return found
+        plan = program.joined.plan_in(program.sizes(tensors, {})).numbers(tensors)
+        assert plan is not None
+        return plan
 
 
 def test_rows_are_those_of_the_operation(own):

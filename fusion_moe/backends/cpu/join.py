@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from ...ir.core import Fusion, Value
 from ...runtime.kernel import Kernel
-from ...runtime.memory import Memory
-from ...runtime.native import Descriptor
+from ...runtime.launch_plan import LaunchPlan
 from ...schedule.segment import Segment
 from .launch import Arrays, Function, Launch, Library, Sizes
 from .segment import Source
@@ -37,42 +34,19 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
 
 
 class Joined(Function):
-    """joined(tensors, sizes=...) -> the outputs of a program; None if a kernel found input for
-    which the reference raises an error.
-    """
+    """All kernels of a program in one call of C++."""
 
     def __init__(self, library: Library, program: _Program):
-        super().__init__(library, "run")
-        self._arrays = Arrays(program.fusion, program.lifetimes, program.transposed)
-
-    def workspace(self, sizes: Sizes) -> Memory:
-        """The placement of the arrays that a call makes in addition to its outputs."""
-        return self._arrays.workspace(sizes)
+        arrays = Arrays(program.fusion, program.lifetimes, program.transposed)
+        super().__init__(library, "run", arrays)
 
     def number(self, v: Value) -> int:
-        """Which of a descriptor's arrays a value is."""
+        """Which of a plan's arrays a value is."""
         return self._arrays.numbered.index(v)
 
-    def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The outputs of the program for its inputs, then the arrays `also`, which the next call
-        reuses. None if a kernel found input for which the reference raises an error.
-        """
-        return self._arrays.call(self._entry, tensors, sizes, also)
-
-    def descriptor(
-        self, tensors: Sequence[torch.Tensor], sizes: Sizes, entry: str = "run"
-    ) -> Descriptor | None:
-        """What C++ does for such a call; None if tensors would be copied first. entry: "run_in" in
-        the parallel region of a team (unit.py).
-        """
-        arrays = self._arrays.described(tensors, sizes)
-        return (
-            None
-            if arrays is None
-            else Descriptor(False, (*arrays[0], *self.library.addresses(entry), *arrays[1]))
-        )
+    def plan_in(self, sizes: Sizes) -> LaunchPlan:
+        """The plan of such a call in the parallel region of a team (unit.py)."""
+        return self._arrays.plan(self.library.entry("run_in"), sizes)
 
 
 class _Program:

@@ -18,6 +18,7 @@ from ...ir.core import Fusion, Value
 from ...ir.kinds.collectives import PEERS, peers_of
 from ...runtime import build, memory, native
 from ...runtime.faults import rank_error
+from ...runtime.launch_plan import LaunchPlan, counted
 from ...runtime.memory import Memory
 from ...runtime.precompile import Build
 from ...runtime.remembered import Remembered
@@ -28,7 +29,7 @@ from .unit import Step, text
 
 _REMEMBERED = 256  # how many sizes of calls are kept
 Sizes = Mapping[str, int]
-Entry = Callable[[bytes, bytes], int]  # (pointers, sizes) -> whether it found bad input
+Entry = tuple[Any, Any]  # a function of a library, and the products that are passed to it
 
 
 class Library:
@@ -71,23 +72,17 @@ class Library:
 
     def entry(self, name: str) -> Entry:
         """A function of the library."""
-        function, products = getattr(self._loaded, name), self._products
+        function = getattr(self._loaded, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        return lambda pointers, sizes: function(pointers, sizes, products, torch.get_num_threads())
-
-    def addresses(self, name: str) -> list[int]:
-        """The addresses of a function of the library and of the products that are passed to it."""
-        return [
-            native.address(getattr(self._loaded, name)),
-            *native.counted([product or 0 for product in self._products]),
-        ]
+        return function, self._products
 
 
 class Function:
     """A function of a library, compiled before the first call, for all sizes."""
 
-    def __init__(self, library: Library, name: str):
-        self.library, self._name = library, name
+    def __init__(self, library: Library, name: str, arrays: Arrays):
+        self.library, self._name, self._arrays = library, name, arrays
+        self._plans = Remembered[tuple[int, ...], LaunchPlan](_REMEMBERED)
 
     @cached_property
     def _entry(self) -> Entry:
@@ -105,26 +100,33 @@ class Function:
         """Looks the function up."""
         self._entry  # noqa: B018
 
+    def plan(self, device: torch.device, sizes: Sizes) -> LaunchPlan:
+        """What a call launches. Cached for as many sizes as are likely to come again soon."""
+        key = tuple([sizes[s] for s in self._arrays.symbols])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._arrays.plan(self._entry, sizes)
+        return plan
+
 
 class Launch(Function):
     """launch(*inputs, sizes=...) -> outputs: one segment of a library."""
 
     def __init__(self, library: Library, i: int):
-        super().__init__(library, f"run_{i}")
-        self.source = library.sources[i]
-        self._arrays = Arrays(
-            self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed}
-        )
+        self.source = source = library.sources[i]
+        inner = dict.fromkeys(source.memory, (0, 0))
+        arrays = Arrays(source.fusion, inner, {source.transposed})
+        super().__init__(library, f"run_{i}", arrays)
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         """The outputs of the segment. Raises the reference's error for bad input, RankError if a
         rank of a collective operation did not answer.
         """
-        made = self._arrays.call(self._entry, inputs, sizes)
+        made = self.plan(torch.device("cpu"), sizes).run(inputs)
         if made is None:
             need_ranks(self.source.fusion, inputs)
             return self.source.fusion.evaluate(*inputs, sizes=sizes)  # raises
-        return made
+        return tuple(made)
 
 
 def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
@@ -141,14 +143,39 @@ def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class _Resolved:
-    """What a call with known sizes needs: the sizes for C, shapes and dtypes of results, and memory
-    for everything else that it makes.
-    """
+class Launches:
+    """A call of a library's function. order: its arrays among those of the plan; sizes: for C."""
 
-    numbers: bytes
-    results: tuple[tuple[Any, torch.dtype], ...]
-    workspace: Memory
+    entry: Entry
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def readable(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors as the function reads them: contiguous."""
+        return [t.contiguous() for t in tensors]
+
+    def run(self, addresses: Sequence[int]) -> bool:
+        """Whether it ran; if not, it found input for which the reference raises an error."""
+        function, products = self.entry
+        pack, sizes = self._packed
+        pointers = pack(*[addresses[i] for i in self.order])
+        return not function(pointers, sizes, products, torch.get_num_threads())
+
+    @cached_property
+    def _packed(self) -> tuple[Callable[..., bytes], bytes]:
+        """What packs addresses, and the sizes."""
+        sizes = struct.pack(f"{len(self.sizes)}q", *self.sizes)
+        return struct.Struct(f"{len(self.order)}P").pack, sizes
+
+    def numbers(self) -> list[int]:
+        """The call for C++."""
+        function, products = self.entry
+        return [
+            native.address(function),
+            *counted([product or 0 for product in products]),
+            *counted(self.order),
+            *counted(self.sizes),
+        ]
 
 
 class Arrays:
@@ -165,56 +192,27 @@ class Arrays:
         lifetimes: Mapping[Value, tuple[int, int]],
         transposed: Collection[Value | None],
     ):
-        self._symbols, self._lifetimes = fusion.symbols, lifetimes
+        self.symbols, self._lifetimes = fusion.symbols, lifetimes
         self._made = [v for v in lifetimes if v in fusion.outputs]
         tensors = [*fusion.inputs, *self._made]
-        self._outputs = [tensors.index(v) for v in fusion.outputs]
-        self._swapped = [i for i, v in enumerate(fusion.inputs) if v in transposed]
+        self._outputs = tuple([tensors.index(v) for v in fusion.outputs])
+        self._swapped = tuple([i for i, v in enumerate(fusion.inputs) if v in transposed])
         self._inner = [v for v in lifetimes if v not in self._made]
         self.numbered = [*tensors, *self._inner]
-        self._order = [self.numbered.index(v) for v in (*fusion.inputs, *lifetimes)]
-        self._pack = struct.Struct(f"{len(self.numbered)}P").pack
-        self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
+        self._order = tuple([self.numbered.index(v) for v in (*fusion.inputs, *lifetimes)])
 
-    def call(
-        self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The outputs; None if the kernels found input for which the reference raises an error.
-        also: arrays that lie in memory which the next call reuses, to be returned after them.
-        """
-        resolved = self._resolved(sizes)
-        given = list(inputs)
-        for i in self._swapped:
-            given[i] = given[i].mT
-        tensors = [t.contiguous() for t in given] + [
-            torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in resolved.results
-        ]
-        held, others = memory.allocate(resolved.workspace)
-        addresses = [t.data_ptr() for t in tensors] + others
-        if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):
-            return None
-        made = [tensors[i] for i in self._outputs]
-        for v in also:
-            offset = resolved.workspace.offsets[self._inner.index(v)]
-            made.append(memory.view(held, offset, *storage(v.type, sizes)))
-        return tuple(made)
+    def plan(self, entry: Entry, sizes: Sizes) -> LaunchPlan:
+        """What a call of a function launches."""
+        return LaunchPlan(
+            torch.device("cpu"),
+            self._swapped,
+            tuple([storage(v.type, sizes) for v in self._made]),
+            self._outputs,
+            self._workspace(sizes),
+            Launches(entry, self._order, tuple([sizes[s] for s in self.symbols])),
+        )
 
-    def described(
-        self, inputs: Sequence[torch.Tensor], sizes: Sizes
-    ) -> tuple[list[int], list[int]] | None:
-        """The arrays in a descriptor's format: the parts before and after its function. None if
-        `call` would copy inputs.
-        """
-        if not native.as_stored(inputs, self._swapped):
-            return None
-        made = [self._outputs.index(len(inputs) + i) for i in range(len(self._made))]
-        numbers = [sizes[s] for s in self._symbols]
-        return native.arrays(len(inputs), made, self._resolved(sizes).workspace), [
-            *native.counted(self._order),
-            *native.counted(numbers),
-        ]
-
-    def workspace(self, sizes: Sizes) -> Memory:
+    def _workspace(self, sizes: Sizes) -> Memory:
         """The placement of the arrays that are made in addition to the outputs."""
         return memory.plan(
             [
@@ -222,15 +220,3 @@ class Arrays:
                 for v, span in ((v, self._lifetimes[v]) for v in self._inner)
             ]
         )
-
-    def _resolved(self, sizes: Sizes) -> _Resolved:
-        """Cached for as many sizes as are likely to come again soon."""
-        key = tuple([sizes[s] for s in self._symbols])
-        found = self._remembered.get(key)
-        if found is None:
-            results = (storage(v.type, sizes) for v in self._made)
-            numbers = struct.pack(f"{len(key)}q", *key)
-            found = self._remembered[key] = _Resolved(
-                numbers, tuple(results), self.workspace(sizes)
-            )
-        return found

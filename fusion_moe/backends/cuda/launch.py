@@ -19,10 +19,9 @@ from ...errors import BuildError, UnsupportedError
 from ...ir.binding import storage
 from ...ir.core import Value
 from ...messages.warn import warn_once
-from ...runtime import background, cuda, dump, memory, native, nvrtc
+from ...runtime import background, cuda, dump, native, nvrtc
 from ...runtime.faults import Faults
-from ...runtime.memory import Memory
-from ...runtime.native import Descriptor
+from ...runtime.launch_plan import LaunchPlan, counted
 from ...runtime.precompile import Build, builds_of_all_sizes, run_builds
 from ...runtime.remembered import Remembered
 from ...schedule.product import products
@@ -68,31 +67,48 @@ class _Loaded:
                 )
             launch(stream, ctypes.addressof(pointers))
 
+    def for_native(self) -> list[int]:
+        """The part for C++."""
+        numbers = [*counted(self.numbers), *counted(self.places), len(self.launches)]
+        for launch, given, boxes in self.launches:
+            numbers += [*launch.addresses(), *counted(list(given or ())), len(boxes)]
+            for b in boxes:
+                lists = cuda.map_numbers(b.type, b.sizes, b.box)
+                numbers += [self.places[b.array], *(n for x in lists for n in counted(x))]
+        return numbers
+
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a call with known sizes needs: its results, memory for everything else that it makes,
-    and kernels.
+class _Launches:
+    """The kernels of all parts on a device."""
 
-    until: the compilation of the kernels for these sizes, until which others run.
-    """
-
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    workspace: Memory
+    device: torch.device
+    faults: Faults
     steps: tuple[_Loaded, ...]
-    until: background.Started | None = None
 
-    @property
-    def outdated(self) -> bool:
-        """Whether the kernels for these sizes could run by now: never during a graph capture, when
-        nothing is loaded.
-        """
-        return self.until is not None and self.until.done and not cuda.capturing()
+    def readable(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        contiguous = [t.contiguous() for t in tensors]
+        return [t if t.data_ptr() % _ALIGN == 0 else t.clone() for t in contiguous]
+
+    def run(self, addresses: Sequence[int]) -> bool:
+        index = self.device.index
+        with torch.cuda.device(index):
+            stream = cuda.stream(self.device)
+            fault = self.faults.word(index, stream)
+            for step in self.steps:
+                step.run(addresses, stream, fault)
+        return True
+
+    def numbers(self) -> list[int]:
+        numbers = [*native.cuda_functions(), self.faults.table(self.device.index), len(self.steps)]
+        for step in self.steps:
+            numbers += step.for_native()
+        return numbers
 
 
 class Call:
-    """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call
-    that needs them.
+    """call.plan(device, sizes).run(tensors) -> outputs: the kernels of parts, in order, compiled at
+    the first call that needs them.
 
     A call that compiles also starts, in the background, what calls of other sizes will need (the
     option compile_ahead).
@@ -107,11 +123,9 @@ class Call:
 
     def __init__(self, parts: Parts):
         self.parts = parts
-        given = (*parts.inputs, *parts.made)
-        self._outputs = [given.index(v) for v in parts.outputs]
         transposed = {v for part in parts.parts for v in part.transposed}
-        self._swap = [v in transposed for v in parts.inputs]
-        self._remembered = Remembered[tuple[torch.device, tuple[int, ...]], _Prepared](_REMEMBERED)
+        self._swapped = tuple([i for i, v in enumerate(parts.inputs) if v in transposed])
+        self._plans = Remembered[tuple[int, tuple[int, ...]], LaunchPlan](_REMEMBERED)
         self._faults = Faults(_title(parts))
 
     def choose(self, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
@@ -132,91 +146,34 @@ class Call:
         the same.
         """
         numbers = tuple([sizes[s] for s in self.parts.symbols])
-        found = self._remembered.get((torch.device("cuda", cuda.index_of(device)), numbers))
-        return found is not None and found.until is None
+        plan = self._plans.get((cuda.index_of(device), numbers))
+        return plan is not None and plan.until is None
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Loads the kernels: `is_loaded` is true from then on."""
-        index = cuda.index_of(device)
-        with torch.cuda.device(index):
-            self._faults.prepare(index)
-            self._prepared(torch.device("cuda", index), sizes)
-
-    def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Sizes, also: Sequence[Value] = ()
-    ) -> tuple[torch.Tensor, ...]:
-        """The outputs for these inputs, then the arrays `also`, which later calls on this stream
-        reuse. Compiles what is not compiled yet. GroupsError for what an earlier call found.
-        """
-        device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
-        with torch.cuda.device(device.index):
-            stream = cuda.stream(device)
-            fault = self._faults.word(device.index, stream)
-            prepared = self._prepared(device, sizes)
-            arrays = [
-                _aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)
-            ]
-            arrays += [
-                torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results
-            ]
-            # kept until all kernels are launched
-            held, inner = memory.allocate(prepared.workspace, device)
-            addresses = [*[t.data_ptr() for t in arrays], *inner]
-            for step in prepared.steps:
-                step.run(addresses, stream, fault)
-        made = [arrays[i] for i in self._outputs]
-        for v in also:  # in memory that later calls on this stream reuse
-            offset = prepared.workspace.offsets[self.parts.arrays.numbers[v] - len(arrays)]
-            made.append(memory.view(held, offset, *storage(v.type, sizes)))
-        return tuple(made)
+        self._faults.prepare(cuda.index_of(device))
+        self.plan(device, sizes)
 
     def number(self, v: Value) -> int:
-        """Which of a descriptor's arrays a value is."""
+        """Which of a plan's arrays a value is."""
         return self.parts.arrays.numbers[v]
 
-    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while kernels are compiled, and if tensors would be
-        copied first.
-        """
-        prepared = self._prepared(tensors[0].device, sizes)
-        swapped = [i for i, swap in enumerate(self._swap) if swap]
-        if prepared.until or not native.as_stored(tensors, swapped):
-            return None
-        made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
-        numbers = native.arrays(len(tensors), made, prepared.workspace)
-        numbers += [
-            *native.cuda_functions(),
-            self._faults.table(cuda.index_of(tensors[0].device)),
-            len(prepared.steps),
-        ]
-        for step in prepared.steps:
-            numbers += [
-                *native.counted(step.numbers),
-                *native.counted(step.places),
-                len(step.launches),
-            ]
-            for launch, given, boxes in step.launches:
-                numbers += [*launch.addresses(), *native.counted(list(given or ())), len(boxes)]
-                for b in boxes:
-                    lists = cuda.map_numbers(b.type, b.sizes, b.box)
-                    numbers += [
-                        step.places[b.array],
-                        *(n for x in lists for n in native.counted(x)),
-                    ]
-        return Descriptor(True, tuple(numbers))
+    def plan(self, device: torch.device, sizes: Sizes) -> LaunchPlan:
+        """What a call launches. Compiles what is not compiled yet."""
+        numbers, index = tuple([sizes[s] for s in self.parts.symbols]), cuda.index_of(device)
+        plan = self._plans.get((index, numbers))
+        done = plan and plan.until and plan.until.done
+        if plan is None or (done and not cuda.capturing()):  # during a capture nothing is loaded
+            if plan and plan.until:
+                plan.until.check()
+            with torch.cuda.device(index):
+                sizes = dict(zip(self.parts.symbols, numbers, strict=True))
+                plan = self._plans[index, numbers] = self._prepare(
+                    torch.device("cuda", index), sizes
+                )
+        return plan
 
-    def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
-        numbers = tuple([sizes[s] for s in self.parts.symbols])
-        found = self._remembered.get((device, numbers))
-        if found is None or found.outdated:
-            if found and found.until:
-                found.until.check()
-            found = self._remembered[device, numbers] = self._prepare(
-                device, dict(zip(self.parts.symbols, numbers, strict=True))
-            )
-        return found
-
-    def _prepare(self, device: torch.device, sizes: Sizes) -> _Prepared:
+    def _prepare(self, device: torch.device, sizes: Sizes) -> LaunchPlan:
         if cuda.capturing():
             raise BuildError(
                 "a kernel is not compiled yet, and a CUDA graph is being captured",
@@ -252,9 +209,8 @@ class Call:
         device: torch.device,
         sizes: Sizes,
         until: background.Started | None = None,
-    ) -> _Prepared:
+    ) -> LaunchPlan:
         parts, cubins = self.parts, _cubins(choice)
-        results = (storage(v.type, sizes) for v in parts.made)
         of_parts = zip(parts.parts, parts.arrays.places, choice.steps, strict=True)
         steps = (
             _Loaded(
@@ -264,7 +220,16 @@ class Call:
             )
             for part, places, step in of_parts
         )
-        return _Prepared(tuple(results), choice.workspace, tuple(steps), until)
+        arrays = (*parts.inputs, *parts.made)
+        return LaunchPlan(
+            device,
+            self._swapped,
+            tuple([storage(v.type, sizes) for v in parts.made]),
+            tuple([arrays.index(v) for v in parts.outputs]),
+            choice.workspace,
+            _Launches(device, self._faults, tuple(steps)),
+            until,
+        )
 
 
 class Launch(Call):
@@ -276,11 +241,10 @@ class Launch(Call):
         super().__init__(one_part(source, variant))
         self.source = source
 
-    def __call__(  # type: ignore[override]  # kernels get their inputs one by one
-        self, *inputs: torch.Tensor, sizes: Sizes
-    ) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         """The outputs of the segment for its inputs, as `Call` computes them."""
-        return super().__call__(inputs, sizes)
+        device = inputs[0].device if inputs else torch.device("cuda")
+        return tuple(self.plan(device, sizes).run(inputs) or ())
 
 
 def _title(parts: Parts) -> str:
@@ -378,9 +342,3 @@ def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.
         overlap and arch.programmatic_launch,
         carveout,
     )
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """t, contiguous and aligned for vector loads."""
-    t = t.contiguous()
-    return t if t.data_ptr() % _ALIGN == 0 else t.clone()
