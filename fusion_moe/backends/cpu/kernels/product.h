@@ -2,10 +2,15 @@
 // one of a segment, which has what is fused around the product. Plain data and functions of C. The
 // fixed ones of a tier:
 //
-//     fprop.cpp  fprop, for each encoding of weights  rows [rows, K] x weight [G, N, K] -> [rows,
-//     N] int8.cpp   the same of int8 operands, for each encoding of e2m1 codes dgrad.cpp  dgrad,
-//     for each encoding of weights  rows [rows, N] x weight [G, N, K] -> [rows, K] wgrad.cpp  wgrad
-//     rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
+// - fprop.cpp: rows [rows, K] x weight [G, N, K] -> [rows, N], for each encoding of weights
+// - int8.cpp: the same of int8 operands, for each encoding of e2m1 codes
+// - dgrad.cpp: rows [rows, N] x weight [G, N, K] -> [rows, K], for each encoding of weights
+// - wgrad.cpp: rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
+//
+// All loops are written here, those of floats too. torch exports at::native::cpublas::brgemm, from
+// an internal header; but it raises where the CPU lacks AVX-512 or its instructions for bfloat16,
+// which the tiers here serve, so no loop could go. And it would tie these libraries to one build
+// of torch, which wheels with compiled kernels are not.
 #pragma once
 
 #include "numbers.h"
