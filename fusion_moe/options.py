@@ -141,7 +141,7 @@ class Options:
         in_keys=False,
         words=("passes", "segments", "choice", "compile", "launch"),
     )
-    fuel: int = _option(
+    bisect_limit: int = _option(
         _MOST, "how many regions of compiled graphs are fused, in the order in which they are found"
     )
     cuda_debug: str = _option(

@@ -104,20 +104,21 @@ class Found:
         ]
 
 
-_burnt = 0
+_counted = 0  # regions of this process
 
 
-def burn(found: Found, with_: Options) -> None:
-    """Leaves the regions for which no fuel is left (the option `fuel`), which all graphs of a
-    process share; says which region is the last.
+def limit(found: Found, with_: Options) -> None:
+    """Leaves the regions beyond the option `bisect_limit`, which counts those of all graphs of a
+    process; warns which region is the last that is fused.
     """
-    global _burnt
-    fuel, _burnt = max(0, with_.fuel - _burnt), _burnt + len(found.regions)
-    if fuel < len(found.regions):
-        found.leave(found.regions[fuel:], "the option fuel leaves it")
-    if with_.fuel <= _burnt and fuel:
+    global _counted
+    left, _counted = max(0, with_.bisect_limit - _counted), _counted + len(found.regions)
+    if left < len(found.regions):
+        found.leave(found.regions[left:], "the option bisect_limit leaves it")
+    if with_.bisect_limit <= _counted and left:
         warn_once(
-            f"fuel = {with_.fuel}: the last region that is fused is\n{found.regions[-1].fusion}"
+            f"bisect_limit = {with_.bisect_limit}: the last region that is fused is\n"
+            f"{found.regions[-1].fusion}"
         )
 
 

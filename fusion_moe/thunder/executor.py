@@ -29,8 +29,8 @@ from ..frontends.regions import (
     Found,
     NotFused,
     Region,
-    burn,
     find_regions,
+    limit,
 )
 from ..ir.text import one_line
 from ..runtime.program import Program
@@ -133,7 +133,7 @@ class FusionMoe(FusionExecutor):
             whole.update(parts)
         found.not_fused += whole.values()
         if _listener.get() is None:
-            burn(found, options.current())
+            limit(found, options.current())
         groups: dict[int, list[int]] = {}
         for i, nodes in enumerate(seen.nodes):
             if nodes and inside.get(nodes[0], len(found.regions)) < len(found.regions):

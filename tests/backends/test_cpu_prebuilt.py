@@ -84,11 +84,11 @@ def test_a_layer_and_what_explain_says_of_it(product):
 
 def test_a_report_that_calls_nothing_is_the_same_without_a_compiler(monkeypatch):
     module, args = layer(1)
-    with options.override(fuel=1000):  # a program of its own
+    with options.override(bisect_limit=1000):  # a program of its own
         want = fusion_moe.explain(module, *args).details()
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with options.override(fuel=1001):
+    with options.override(bisect_limit=1001):
         assert fusion_moe.explain(module, *args).details() == want
     assert build.find_compiler() is None
     assert "grouped_mm" in want

@@ -548,16 +548,16 @@ def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
     assert "expected the linear layout" in left(result, "aten.view.default")
 
 
-# --------------------------------------------------------------------------------------------- fuel
+# ------------------------------------------------------------------------------- bisect_limit
 
 
-def test_fuel_is_for_so_many_regions_of_all_graphs(monkeypatch, caplog):
-    monkeypatch.setattr(regions, "_burnt", 0)
-    with options.override(fuel=2):
+def test_the_bisect_limit_counts_regions_of_all_graphs(monkeypatch, caplog):
+    monkeypatch.setattr(regions, "_counted", 0)
+    with options.override(bisect_limit=2):
         found = [passed(traced(mlp, tokens(5))) for _ in range(3)]
         assert FusionPass(options.current()).uuid() is None
     assert [len(f.regions) for f in found] == [1, 1, 0]
-    assert "the option fuel leaves it" in {x.why for x in found[2].not_fused}
-    (said,) = [r.getMessage() for r in caplog.records if "fuel" in r.getMessage()]
-    assert "fuel = 2: the last region that is fused is\n" in said
+    assert "the option bisect_limit leaves it" in {x.why for x in found[2].not_fused}
+    (said,) = [r.getMessage() for r in caplog.records if "bisect_limit" in r.getMessage()]
+    assert "bisect_limit = 2: the last region that is fused is\n" in said
     assert FusionPass(options.current()).uuid() is not None

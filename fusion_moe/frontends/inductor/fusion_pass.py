@@ -19,7 +19,7 @@ from ...definitions import translate
 from ...messages.warn import log, warn_once
 from ...options import Options
 from ...runtime.store import key_of
-from ..regions import Found, burn, find_regions
+from ..regions import Found, find_regions, limit
 from ..rewrite import replace_regions
 from .log_found import log_found
 
@@ -46,7 +46,7 @@ class FusionPass(_InferenceAware):
         result = find_regions(graph, self.options)
         if config.cpp_wrapper and not V.aot_compilation:
             _leave_single_results(result)
-        burn(result, self.options)
+        limit(result, self.options)
         replace_regions(graph, result.regions, self.options)
         log_found(result)
         if self.found is not None:
@@ -60,9 +60,9 @@ class FusionPass(_InferenceAware):
         versions, the passes that follow.
 
         None, with which Inductor caches nothing, if one of these has no version or uuid, and if
-        fuel is limited: what a graph gets then depends on the graphs before it.
+        the option bisect_limit is set: what a graph gets then depends on the graphs before it.
         """
-        if self.options.fuel != Options().fuel:
+        if self.options.bisect_limit != Options().bisect_limit:
             return None
         users = [t for t in translate.registered() if t.of_user]
         if unknown := [t.op for t in users if not t.version]:
