@@ -124,8 +124,8 @@ class Options:
     )
     native_calls: bool = _option(
         True,
-        "calls of known forms without Python, in processes that prepare weights or call "
-        "compiled graphs",
+        "calls with known specialization keys without Python, in processes that prepare weights "
+        "or call compiled graphs",
         in_keys=False,
     )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)

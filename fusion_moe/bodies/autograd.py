@@ -291,7 +291,7 @@ class _Step:
         return dict(zip(self.wanted, outputs, strict=True))
 
 
-_steps = Remembered[Hashable, _Step](1024)  # of calls of operations, by their forms
+_steps = Remembered[Hashable, _Step](1024)  # of calls of operations, by their keys
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The bodies of the operations: a call builds the Fusion that it stands for and runs its program.
 
-Calls of one kind share a program. The first call of a form (the shapes, dtypes and devices of its
-tensors, its other arguments, the options in force) checks the arguments and finds what it needs.
-Later calls of that form only launch.
+Calls of one kind share a program. The first call with a specialization key (the shapes, dtypes and
+devices of its tensors, its other arguments, the options in force) checks the arguments and finds
+what it needs. Later calls with that key only launch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..runtime import native
 from ..runtime.program import Program
 from ..runtime.remembered import Remembered
 
-_REMEMBERED = 1024  # how many forms of calls are kept
+_REMEMBERED = 1024  # how many specialization keys are kept
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What calls of one form run. changed: by position, the shapes of tensors that the program
-    takes in another shape than the caller's.
+    """What calls with one specialization key run. changed: by position, the shapes of tensors that
+    the program takes in another shape than the caller's.
 
     lead: the leading dimensions of the operation's output, if they differ from the program's.
     """
@@ -81,7 +81,7 @@ class _Found:
         return outputs
 
 
-def _form(tensors: Sequence[Tensor]) -> Hashable:
+def _key_of(tensors: Sequence[Tensor]) -> Hashable:
     """Everything about tensors that programs and checks depend on, except their elements."""
     return tuple([(t.shape, t.dtype, t.device) for t in tensors])
 
@@ -114,7 +114,7 @@ class _Body:
                 tensors.append(arg)
             named.append((name, Tensor if isinstance(arg, Tensor) else arg))
         strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
-        key = (_form(tensors), strides, *others, *named, current())
+        key = (_key_of(tensors), strides, *others, *named, current())
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
@@ -141,7 +141,7 @@ def _run(
 ) -> list[Tensor]:
     sizes = sizes or ()  # AOTInductor passes None in place of an empty list
     tensors = _whole(inputs, parts)
-    key = (_form(tensors), program, *sizes, options, current())
+    key = (_key_of(tensors), program, *sizes, options, current())
     found = _runs.get(key)
     if found is None:
         if options is not None:  # of a compiled graph

@@ -1,14 +1,14 @@
-// Kernels of torch's dispatcher for the operations: a call of a known form is launched from here,
-// any other one goes on to Python.
+// Kernels of torch's dispatcher for the operations: a call whose specialization key is known is
+// launched from here, any other one goes on to Python.
 //
-// The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its
-// tensors, and its other arguments. A call of a form that is not known runs the operation's twin,
-// which is the same in Python; when that returns, Python may have offered the launch plan of the
-// call: then its form is known.
+// The specialization key of a call is its operation, the shapes, dtypes, devices and orders in
+// memory of its tensors, and its other arguments. A call whose key is not known runs the
+// operation's fallback, the same operation in Python; when that returns, Python may have offered
+// the launch plan of the call: then its key is known.
 //
 // Python decides wherever it may have an opinion: options other than the process's, calls that are
 // noted instead of run, a profiler, tensors that require a gradient, input that a kernel refuses.
-// All that is read here was checked when the form was new.
+// All that is read here was checked when the key was new.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -53,7 +53,7 @@ using torch::jit::Stack;
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
 
-constexpr std::size_t MOST = 1024;  // forms that are known at once
+constexpr std::size_t MOST = 1024;  // keys that are known at once
 constexpr i64 KEPT =
     i64(1) << 28;  // bytes of workspace, at most, that a thread keeps between its calls on the CPU
 constexpr i64 PIECE = 1 << 20;         // bytes: what a workspace is a multiple of
@@ -61,11 +61,11 @@ constexpr std::uintptr_t VECTOR = 16;  // bytes that CUDA's kernels load at once
 constexpr std::size_t MOST_MAPS = 2;   // that a kernel takes
 constexpr unsigned COUNTERS = 256;     // threads that count the rows of groups
 
-// Forms
+// Specialization keys
 // -------------------------------------------------------------------------------------------------
 
-// The form of a call as words, and its tensors.
-class Form {
+// The specialization key of a call as words, and its tensors.
+class Key {
   public:
     std::vector<u64> words;
     c10::SmallVector<const at::Tensor*, 16> tensors;
@@ -222,14 +222,14 @@ struct Result {
 
 using Results = std::vector<at::Tensor>;
 
-// What a call of one form launches. Its arrays are numbered: those of its tensors, those of its
-// results, those inside of its workspace.
+// What calls with one specialization key launch. Its arrays are numbered: those of its tensors,
+// those of its results, those inside of its workspace.
 class LaunchPlan {
   public:
     explicit LaunchPlan(Numbers& said) : arrays_(said) {}
     virtual ~LaunchPlan() = default;
 
-    // Takes the results for the form of those to come. Whether they are as this plan makes
+    // Takes shapes and dtypes of the results for those to come. Whether they are as this plan makes
     // them.
     bool fits(std::size_t inputs, const Results& results) {
         if (inputs == 0 || inputs != static_cast<std::size_t>(arrays_.inputs) ||
@@ -243,15 +243,14 @@ class LaunchPlan {
     }
 
     // Whether the call ran; if not, Python is to run it. layer: whose calls are counted, or null.
-    virtual bool run(const Form& form, const Layer* layer, Results& results) const = 0;
+    virtual bool run(const Key& key, const Layer* layer, Results& results) const = 0;
 
     // Finds the layer of a call while a run is recorded; false if Python is to run it. A backward
     // counts nothing: it may compute the forward again.
-    bool find(const Form& form, const Layer*& layer) const {
+    bool find(const Key& key, const Layer*& layer) const {
         const Layers* const all = recorded.load(std::memory_order_acquire);
         if (!all || weight_ < 0 || torch::autograd::get_current_graph_task_id() != -1) return true;
-        const void* const weight =
-            form.tensors[static_cast<std::size_t>(weight_)]->const_data_ptr();
+        const void* const weight = key.tensors[static_cast<std::size_t>(weight_)]->const_data_ptr();
         const Layer* const end = all->of + all->count;
         const Layer* const at =
             std::find_if(all->of, end, [=](const Layer& l) { return l.weight == weight; });
@@ -266,13 +265,13 @@ class LaunchPlan {
     // Those of all arrays; none if a tensor should be a handle, and is not. of_results(result)
     // makes a tensor.
     template <class Make>
-    Addresses addresses(const Form& form, Results& results, char* workspace, Make of_result) const {
+    Addresses addresses(const Key& key, Results& results, char* workspace, Make of_result) const {
         Addresses found;
-        for (const at::Tensor* t : form.tensors)
+        for (const at::Tensor* t : key.tensors)
             found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
         for (std::size_t i = 0; i < peers_.size(); i += 2) {
             const auto input = static_cast<std::size_t>(peers_[i]);
-            found[input] = shared().find(*form.tensors[input], peers_[i + 1]);
+            found[input] = shared().find(*key.tensors[input], peers_[i + 1]);
             if (!found[input]) return {};
         }
         for (const Result& result : results_) results.push_back(of_result(result));
@@ -307,10 +306,10 @@ class OnCpu final : public LaunchPlan {
   public:
     explicit OnCpu(Numbers& said) : LaunchPlan(said), function_(said) { read_last(said); }
 
-    bool run(const Form& form, const Layer* layer, Results& results) const override {
+    bool run(const Key& key, const Layer* layer, Results& results) const override {
         at::Tensor held;
         const auto make = [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); };
-        const Addresses found = addresses(form, results, memory(held), make);
+        const Addresses found = addresses(key, results, memory(held), make);
         if (found.empty()) return false;
         Addresses ordered;
         function_.choose(found, ordered);
@@ -364,10 +363,10 @@ class OnCuda final : public LaunchPlan {
         read_last(said);
     }
 
-    bool run(const Form& form, const Layer* layer, Results& results) const override {
-        for (const at::Tensor* t : form.tensors)
+    bool run(const Key& key, const Layer* layer, Results& results) const override {
+        for (const at::Tensor* t : key.tensors)
             if (reinterpret_cast<std::uintptr_t>(t->const_data_ptr()) % VECTOR != 0) return false;
-        const c10::Device device = form.tensors[0]->device();
+        const c10::Device device = key.tensors[0]->device();
         const c10::DeviceGuard guard(device);
         const auto options = at::TensorOptions().device(device);
         void* stream = nullptr;
@@ -380,7 +379,7 @@ class OnCuda final : public LaunchPlan {
         const auto make = [&](const Result& r) {
             return at::empty(r.sizes, options.dtype(r.dtype));
         };
-        const Addresses found = addresses(form, results, memory, make);
+        const Addresses found = addresses(key, results, memory, make);
         if (found.empty()) return false;
         for (const Part& part : parts_)
             if (!run(part, found, stream, fault)) return false;
@@ -590,16 +589,16 @@ bool usual() {
 
 class Kernel : public c10::OperatorKernel {
   public:
-    explicit Kernel(OperatorHandle twin) : twin_(std::move(twin)) {}
+    explicit Kernel(OperatorHandle fallback) : fallback_(std::move(fallback)) {}
 
   protected:
     void python(DispatchKeySet keys, Stack* stack, std::shared_ptr<LaunchPlan>* place) const {
         const Offering offering(place);
-        twin_.redispatchBoxed(keys, stack);
+        fallback_.redispatchBoxed(keys, stack);
     }
 
   private:
-    OperatorHandle twin_;
+    OperatorHandle fallback_;
 };
 
 // Below autograd.
@@ -609,25 +608,24 @@ class OfBackend final : public Kernel {
 
     void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         const std::size_t count = op.schema().arguments().size();
-        Form form;
-        form.words.reserve(96);
-        form.words.push_back(reinterpret_cast<u64>(this));
+        Key key;
+        key.words.reserve(96);
+        key.words.push_back(reinterpret_cast<u64>(this));
         const auto arguments = torch::jit::last(*stack, count);
         const bool told = std::all_of(arguments.begin(), arguments.end(),
-                                      [&](const IValue& v) { return form.add(v); });
+                                      [&](const IValue& v) { return key.add(v); });
         if (!told || !usual()) return python(keys, stack, nullptr);
-        const auto plan = known().find(form.words);
+        const auto plan = known().find(key.words);
         Results results;
         const Layer* layer = nullptr;
-        if (plan && form.in_memory() && plan->find(form, layer) &&
-            plan->run(form, layer, results)) {
+        if (plan && key.in_memory() && plan->find(key, layer) && plan->run(key, layer, results)) {
             torch::jit::drop(*stack, count);
             return push(op, stack, std::move(results));
         }
         std::shared_ptr<LaunchPlan> place;
         python(keys, stack, plan ? nullptr : &place);
-        if (place && place->fits(form.tensors.size(), returned(op, *stack)))
-            known().put(std::move(form.words), std::move(place));
+        if (place && place->fits(key.tensors.size(), returned(op, *stack)))
+            known().put(std::move(key.words), std::move(place));
     }
 
   private:
@@ -680,12 +678,12 @@ class OfAutograd final : public Kernel {
 };
 
 template <class K>
-void implement(const OperatorHandle& op, const OperatorHandle& twin,
+void implement(const OperatorHandle& op, const OperatorHandle& fallback,
                std::initializer_list<c10::DispatchKey> keys) {
     static std::vector<c10::RegistrationHandleRAII>* const held =
         new std::vector<c10::RegistrationHandleRAII>;  // as long as the process
     for (const c10::DispatchKey key : keys) {
-        auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<K>(twin));
+        auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<K>(fallback));
         held->push_back(c10::Dispatcher::singleton().registerImpl(
             op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "fusion_moe"));
     }
@@ -703,11 +701,11 @@ void fusion_moe_begin(_object* options, _object* usual, _object* noted, _object*
     context = {options, usual, noted, none};
 }
 
-// Implements an operation whose twin is an operation of the same schema, implemented in Python.
-void fusion_moe_implement(const char* name, const char* twin, int autograd) {
+// Implements an operation whose fallback is an operation of the same schema, implemented in Python.
+void fusion_moe_implement(const char* name, const char* fallback, int autograd) {
     auto& dispatcher = c10::Dispatcher::singleton();
     const OperatorHandle op = dispatcher.findSchemaOrThrow(name, ""),
-                         other = dispatcher.findSchemaOrThrow(twin, "");
+                         other = dispatcher.findSchemaOrThrow(fallback, "");
     implement<OfBackend>(op, other, {c10::DispatchKey::CPU, c10::DispatchKey::CUDA});
     if (autograd)
         implement<OfAutograd>(op, other,
@@ -737,7 +735,7 @@ void fusion_moe_share(i64 handle, i64 table, i64 count, i64 group) {
                  {reinterpret_cast<char*>(table), count, group});
 }
 
-// How many forms are known.
+// How many keys are known.
 i64 fusion_moe_known() { return static_cast<i64>(known().size()); }
 
 }  // extern "C"

@@ -1,10 +1,10 @@
 """Calls without Python: C++ kernels for torch's dispatcher (native.cpp), which launch calls of
-known forms.
+known specialization keys (native.cpp says what is in them).
 
     implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays
     use()                                   # from now on C++ runs what it knows
     if wanted():                            # at the end of a call that Python ran:
-        offer(numbers)                      # the launch plan of the next ones of its form
+        offer(numbers)                      # the launch plan of the next ones with its key
 
 The library is compiled against the installed torch, so no wheel has it: when weights are prepared
 or a compiled graph is first called, once for each cache_dir. A process that does neither runs all
@@ -32,7 +32,7 @@ from . import build, precompile
 
 SOURCE = Path(__file__).with_name("native.cpp")
 INCLUDE = SOURCE.parent  # the folder of launch_plan.h
-TWINS = "fusion_moe_python"  # the namespace of the Python implementations
+FALLBACKS = "fusion_moe_python"  # the namespace of the Python implementations
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
 
@@ -58,15 +58,17 @@ def implement(
 
 
 def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
-    twins = torch.library.Library(TWINS, "DEF")
-    _kept.append(twins)
+    fallbacks = torch.library.Library(FALLBACKS, "DEF")
+    _kept.append(fallbacks)
     for name, kernels in _kernels.items():
         schema = getattr(getattr(torch.ops, namespace), name).default._schema
-        twins.define(str(schema).removeprefix(f"{namespace}::"))
+        fallbacks.define(str(schema).removeprefix(f"{namespace}::"))
         for key, (kernel, with_keyset) in kernels.items():
-            twins.impl(name, kernel, key, with_keyset=with_keyset)
+            fallbacks.impl(name, kernel, key, with_keyset=with_keyset)
         native.fusion_moe_implement(
-            f"{namespace}::{name}".encode(), f"{TWINS}::{name}".encode(), int(_AUTOGRAD in kernels)
+            f"{namespace}::{name}".encode(),
+            f"{FALLBACKS}::{name}".encode(),
+            int(_AUTOGRAD in kernels),
         )
 
 
@@ -109,7 +111,7 @@ def is_built() -> bool:
 
 
 def known() -> int:
-    """How many forms of calls run without Python."""
+    """How many specialization keys of calls run without Python."""
     return 0 if _library is None else int(_library.fusion_moe_known())
 
 

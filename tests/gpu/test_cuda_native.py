@@ -29,7 +29,7 @@ def without_python(monkeypatch):
 
     def refuse() -> None:
         def run(self, tensors):
-            raise AssertionError("Python ran a call of a known form")
+            raise AssertionError("Python ran a call with a known key")
 
         monkeypatch.setattr(eager._Found, "run", run)
 

@@ -1,4 +1,6 @@
-"""Calls of known forms, which C++ runs: what Python runs, bit for bit; and what stays Python's."""
+"""Calls with known specialization keys, which C++ runs: what Python runs, bit for bit; and what
+stays Python's.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def by_python(call):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_second_call_of_a_form(runs, mode):
+def test_the_second_call_with_a_key(runs, mode):
     with mode():
         for experts in map(layer, range(3)):
             experts(*token(5))
@@ -111,8 +113,8 @@ def test_the_second_call_of_a_form(runs, mode):
                 assert ran == 0
 
 
-def test_what_makes_another_form(runs):
-    experts, (x, ids, w) = layer(experts=5), token(6)  # of a form that no other test has
+def test_what_makes_another_key(runs):
+    experts, (x, ids, w) = layer(experts=5), token(6)  # with a key that no other test has
     gate_up, down = list(experts.weight_of("gate_up")), list(experts.weight_of("down"))
     runs_of = {
         "more tokens": lambda: experts(*token(7)),
@@ -245,7 +247,7 @@ def test_gradients(runs):
     assert experts(x.float().requires_grad_(), ids, w).requires_grad
 
 
-def test_tangents_are_refused_in_known_forms_too():
+def test_tangents_are_refused_with_known_keys_too():
     experts, (x, ids, w) = layer(), token()
     for mode in torch.no_grad, torch.enable_grad:
         with mode(), torch.autograd.forward_ad.dual_level():
@@ -269,7 +271,7 @@ def test_tracers():
     assert batch[0].equal(experts(*given))
 
 
-def test_more_forms_than_are_known():
+def test_more_keys_than_are_known():
     def call(rows: int) -> torch.Tensor:
         x = torch.arange(4.0 * rows).view(rows, 4)
         return OPS.scaled_swiglu(x)
