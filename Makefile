@@ -94,15 +94,15 @@ test-thunder: $(VENV)/.ready-base
 
 vllm: $(VENV_VLLM)/.ready-vllm
 ifeq ($(VLLM),)
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
+	$(VENV_VLLM)/bin/python -m pytest tests/integrations/vllm
 else
 	$(VENV_VLLM)/bin/python $(INSTALL) --upgrade --no-deps --target $(VENV_VLLM)/vllm-$(VLLM) vllm==$(VLLM) orjson
 	ln -sf $(abspath $(VENV_VLLM))/lib/python3*/site-packages/vllm/_C*.so $(VENV_VLLM)/vllm-$(VLLM)/vllm
-	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
+	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest tests/integrations/vllm
 endif
 
 sglang: $(VENV_SGLANG)/.ready-sglang
-	$(VENV_SGLANG)/bin/python -m pytest tests/sglang_plugin
+	$(VENV_SGLANG)/bin/python -m pytest tests/integrations/sglang
 
 check: lint $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)

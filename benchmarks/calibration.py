@@ -39,8 +39,8 @@ from transformers import AutoTokenizer
 
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, matrix_scale_of
 from fusion_moe.encodings import quantize as encode
+from fusion_moe.integrations.transformers.evaluation import Evaluation, evaluate, windows_of
 from fusion_moe.nn.conversion.contract import contract_of, experts_from
-from fusion_moe.transformers.evaluation import Evaluation, evaluate, windows_of
 
 BYTES = 100_000
 

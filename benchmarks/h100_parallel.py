@@ -59,7 +59,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_moe
 from fusion_moe.distributed import parallelize_
-from fusion_moe.distributed.symmetric import NO_MULTICAST
+from fusion_moe.integrations.distributed.symmetric import NO_MULTICAST
 
 TOKENS = (8, 128, 2048, 64)  # the most telling first
 LIMIT, GRADIENTS_LIMIT = 1e-2, 2e-2

@@ -87,7 +87,7 @@ def loop(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor)
     return out
 
 
-def doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
+def ways(layer: Layer) -> dict[str, Callable[..., Tensor]]:
     """Every way of running the layer, by name."""
     decoded = layer.matrices(torch.bfloat16)
 
@@ -171,12 +171,12 @@ def measure(name: str, tokens: int, repeats: int) -> None:
     )
     print(f"{'':36}{'max diff':>10}{'median ms':>11}{'p10':>9}{'p90':>9}{'x torch':>9}")
     base = None
-    for door, call in doors(layer).items():
+    for way, call in ways(layer).items():
         with torch.inference_mode():
             try:
                 found = call(x, ids, weights)
             except Exception as error:  # told, and the others still run
-                print(f"{door:36}{type(error).__name__}: {str(error).splitlines()[0][:90]}")
+                print(f"{way:36}{type(error).__name__}: {str(error).splitlines()[0][:90]}")
                 continue
             for _ in range(3):
                 call(x, ids, weights)
@@ -186,7 +186,7 @@ def measure(name: str, tokens: int, repeats: int) -> None:
         diff = (found.double() - want).abs().max() / want.abs().max()
         p10, p90 = times[len(times) // 10], times[-1 - len(times) // 10]
         print(
-            f"{door:36}{diff.item():>10.2e}{median:>11.3f}{p10:>9.3f}{p90:>9.3f}"
+            f"{way:36}{diff.item():>10.2e}{median:>11.3f}{p10:>9.3f}{p90:>9.3f}"
             f"{median / base:>9.2f}",
             flush=True,
         )

@@ -41,6 +41,7 @@ from results import table, write  # noqa: E402
 
 import fusion_moe  # noqa: E402
 import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
+from fusion_moe.integrations.transformers.evaluation import Evaluation, change, evaluate  # noqa: E402
 from fusion_moe.nn import (  # noqa: E402
     FP8Config,
     INT4Config,
@@ -48,7 +49,6 @@ from fusion_moe.nn import (  # noqa: E402
     NVFP4Config,
     QuantizationConfig,
 )
-from fusion_moe.transformers.evaluation import Evaluation, change, evaluate  # noqa: E402
 
 MODEL = EXAMPLES / "tiny_qwen3_moe"
 LAST = 9  # files of the second text, 124 kB

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import fusion_moe
+from fusion_moe.integrations.transformers.bench import config_of, made
+from fusion_moe.integrations.transformers.decoding import Decoder, share_keys_
 from fusion_moe.nn import prepare_, quantize_
 from fusion_moe.transformers import fuse_routers_
-from fusion_moe.transformers.bench import config_of, made
-from fusion_moe.transformers.decoding import Decoder, share_keys_
 
 PROMPT, LENGTH = 64, 4096
 

@@ -32,7 +32,9 @@ from fusion_moe.transformers import from_pretrained
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = ROOT / "tests" / "checkpoints" / "made"
-sys.path[:0] = [str(ROOT / path) for path in ("tests/transformers", "tests/checkpoints", "tools")]
+sys.path[:0] = [
+    str(ROOT / path) for path in ("tests/integrations/transformers", "tests/checkpoints", "tools")
+]
 
 from decoded import plain_model, relative, same_parameters  # noqa: E402
 from gguf_files import ARCHITECTURES, rounded_model, write_gguf  # noqa: E402

@@ -30,9 +30,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import fusion_moe
 from fusion_moe.frontends.inductor.compile_graph import has_compiler
+from fusion_moe.integrations.transformers.decoding import cache_argument
+from fusion_moe.integrations.transformers.evaluation import Evaluation, change, evaluate
 from fusion_moe.runtime import nvrtc
-from fusion_moe.transformers.decoding import cache_argument
-from fusion_moe.transformers.evaluation import Evaluation, change, evaluate
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)

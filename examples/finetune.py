@@ -56,8 +56,8 @@ from transformers.utils import logging
 
 import fusion_moe
 from fusion_moe.encodings import NVFP4, dequantize, quantize
+from fusion_moe.integrations.transformers.bench import SIZES as ALL_SIZES
 from fusion_moe.transformers import NVFP4Config, from_pretrained
-from fusion_moe.transformers.bench import SIZES as ALL_SIZES
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 DOCS = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))

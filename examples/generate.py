@@ -43,8 +43,7 @@ from transformers import logging as transformers_logging
 from transformers.generation.streamers import BaseStreamer
 
 from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.nn import QuantizedLinear, prepare_
-from fusion_moe.transformers.bench import (
+from fusion_moe.integrations.transformers.bench import (
     BF16_EXPERTS,
     FEW,
     Contender,
@@ -57,7 +56,8 @@ from fusion_moe.transformers.bench import (
     loaded,
     made,
 )
-from fusion_moe.transformers.decoding import SHARED_KEYS
+from fusion_moe.integrations.transformers.decoding import SHARED_KEYS
+from fusion_moe.nn import QuantizedLinear, prepare_
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 PROMPT = '    def __repr__(self):\n        """Return'

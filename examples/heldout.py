@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fusion_moe.transformers.evaluation import CONTEXT, evaluate
+from fusion_moe.integrations.transformers.evaluation import CONTEXT, evaluate
 
 HELDOUT_FILE = Path(__file__).parent / "tiny_qwen3_moe" / "heldout.jsonl"
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -58,7 +62,7 @@ _LAZY = {
     "explain": "report",
     "diff": "report",
     "last_compiled": "report",
-    "record": "report",
+    "record": "recorder",
     "offload_": "offload",
 }
 
@@ -70,7 +74,8 @@ if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
     from .offload import offload_
-    from .report import diff, explain, last_compiled, record
+    from .recorder import record
+    from .report import diff, explain, last_compiled
 else:
 
     def __getattr__(name: str) -> Any:
@@ -85,6 +90,35 @@ else:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _ShortNames:
+    """Finds `fusion_moe.NAME` in integrations/, and its modules: the same modules as by their long
+    names, imported when somebody asks.
+    """
+
+    integrations = frozenset(path.stem for path in Path(__file__).parent.glob("integrations/*"))
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        """None for all other modules."""
+        package, *rest = name.split(".")
+        if package != __name__ or not rest or rest[0] not in self.integrations:
+            return None
+        long = find_spec(f"{__name__}.integrations.{'.'.join(rest)}")
+        return long and ModuleSpec(name, self, loader_state=long.name)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, imported by its long name."""
+        module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is executed already; importlib has given it the short name's spec."""
+        module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr]
+
+
+sys.meta_path.insert(0, _ShortNames())
 
 
 def _is_command() -> bool:

@@ -33,8 +33,9 @@ ONE_TORCH = {
     "passes",
     "schedule",
     "tools",
-    "transformers",
-    "tuning",
+    "integrations/nvfuser",
+    "integrations/peft",
+    "integrations/transformers",
 }
 
 hypothesis.settings.register_profile(
@@ -57,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--keep-definitions",
         type=Path,
         metavar="FOLDER",
-        help="keep all nvFuser definitions for tests/backends/launched.py",
+        help="keep all nvFuser definitions for tests/integrations/nvfuser/launched.py",
     )
 
 

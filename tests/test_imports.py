@@ -1,5 +1,5 @@
 """What imports what, also inside of functions and by name in strings: no circles of files, and a
-core that knows none of the folders on top of it.
+core that knows none of the integrations.
 """
 
 from __future__ import annotations
@@ -16,22 +16,12 @@ import networkx
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"fusion_moe": ROOT, "fusion_moe_translators": ROOT / "translators"}
-# Folders and files on top of the core, each for what another package or another machine has.
-DOORS = (
-    "backends.nvfuser",
-    "cli",
-    "distributed",
-    "doors",
-    "peft",
-    "sglang",
-    "thunder",
-    "transformers",
-    "vllm",
-)
+# What lies on top of the core: what exists for another package, and the command, which uses that.
+OUTSIDE = ("cli", "integrations")
 _NAMES = re.compile(
     r"nvfuser|thunder|vllm|sglang|transformers|peft|sm_90\b|sm_100\b", re.IGNORECASE
 )
-_OWN = re.compile(r"fusion_moe\.(?:" + "|".join(map(re.escape, DOORS)) + r")\b")
+_OWN = re.compile(r"fusion_moe\.(?:" + "|".join(map(re.escape, OUTSIDE)) + r")\b")
 
 
 @cache
@@ -77,7 +67,13 @@ def imported(name: str, node: ast.AST) -> Iterator[str]:
 
 
 def module_of(dotted: str) -> str:
-    """The module that a dotted name is, or is in; "" for one of another package."""
+    """The module that a dotted name is, or is in, by its long name; "" for one of another
+    package.
+    """
+    package, _, rest = dotted.partition(".")
+    long = f"{package}.integrations.{rest}"
+    if ".".join(long.split(".")[:3]) in files():
+        dotted = long
     while dotted and dotted not in files():
         dotted = dotted.rpartition(".")[0]
     return dotted
@@ -93,8 +89,8 @@ def edges(name: str) -> set[str]:
     return (named | {s for s in strings if "." in s and s in files()}) - {"", name}
 
 
-def is_door(name: str) -> bool:
-    return name.startswith(tuple(f"fusion_moe.{door}" for door in DOORS))
+def is_outside(name: str) -> bool:
+    return name.startswith(tuple(f"fusion_moe.{part}" for part in OUTSIDE))
 
 
 def test_no_circle_of_files_outside_of_the_ir():
@@ -110,17 +106,17 @@ def test_a_circle_is_seen_wherever_the_import_stands():
     assert "fusion_moe.ir.text" in edges("fusion_moe.ir.core")
 
 
-CORE = sorted(name for name in files() if not is_door(name))
+CORE = sorted(name for name in files() if not is_outside(name))
 # What `save_lora` writes are PEFT's files, as checkpoints are ModelOpt's.
 FILES_OF_PEFT = "fusion_moe.nn.lora.files"
 
 
-def test_the_core_imports_no_door():
-    found = {(name, other) for name in CORE for other in edges(name) if is_door(other)}
+def test_the_core_imports_no_integration():
+    found = {(name, other) for name in CORE for other in edges(name) if is_outside(other)}
     assert found == set()
 
 
-def test_the_core_names_no_door():
+def test_the_core_names_no_integration():
     """in strings that are not docstrings, and in what code calls things"""
     found = [
         f"{name}:{node.lineno}: {text}"
@@ -147,13 +143,13 @@ def named(name: str) -> Iterator[tuple[ast.AST, str]]:
             yield node, text
 
 
-WITHOUT_DOORS = """
+CORE_ALONE = """
 import sys, warnings
-DOORS = tuple(sys.argv[1].split())
+OUTSIDE = tuple(sys.argv[1].split())
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith(DOORS):
+        if name.startswith(OUTSIDE):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
@@ -188,14 +184,14 @@ with options.override(target="reference"):
     model["experts"](*call).sum().backward()
 print([name for name, p in model.named_parameters() if p.grad is not None])
 print("CPU, generic" in str(env.environment()))
-print([name for name in sys.modules if name.startswith(DOORS)])
+print([name for name in sys.modules if name.startswith(OUTSIDE)])
 """
 
 
-def test_the_core_runs_without_its_doors():
-    doors = " ".join(f"fusion_moe.{door}" for door in DOORS)
+def test_the_core_runs_without_integrations():
+    outside = " ".join(f"fusion_moe.{name}" for name in OUTSIDE)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DOORS, doors], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", CORE_ALONE, outside], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     backends, trained, env, imported = done.stdout.splitlines()

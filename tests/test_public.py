@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from functools import cache
@@ -88,6 +89,34 @@ def test_dynamo_and_inductor_are_imported_once_they_are_needed():
 def test_type_checkers_see_the_lazy_names():
     assert static_names() == {"testing": None, **fusion_moe._LAZY}
     assert static_names().keys() <= set(fusion_moe.__all__)
+
+
+def test_short_names_of_integrations_are_the_same_modules():
+    import fusion_moe.distributed.clip
+    import fusion_moe.integrations.distributed as long
+
+    assert fusion_moe.distributed is sys.modules["fusion_moe.distributed"] is long
+    assert sys.modules["fusion_moe.distributed.clip"] is long.clip
+    assert long.__spec__.name == long.__name__ == "fusion_moe.integrations.distributed"
+    assert "fusion_moe.integrations.distributed" not in _imported("import fusion_moe")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fusion_moe.distribute'"):
+        importlib.import_module("fusion_moe.distribute")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fusion_moe.distributed.clips'"):
+        importlib.import_module("fusion_moe.distributed.clips")
+
+
+def _imported(code: str) -> list[str]:
+    """What a process has imported that runs this code."""
+    code = f"import sys; {code}; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(command, text=True, env=_with_ours()).split()
+
+
+def test_objects_pickled_by_short_names_are_those_of_the_long():
+    from fusion_moe.integrations.distributed import clip_grad_norm_
+
+    old = b"cfusion_moe.distributed.clip\nclip_grad_norm_\n."
+    assert pickle.loads(old) is clip_grad_norm_
 
 
 def test_a_misspelled_name_is_an_error():

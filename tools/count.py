@@ -2,7 +2,8 @@
 
     python tools/count.py [FOLDER ...]  # default: fusion_moe translators tests benchmarks tools
 
-One line for each folder, and for each of fusion_moe's. A statement of Python is one of its syntax
+One line for each folder, and for each of fusion_moe's. The core is all of fusion_moe but
+integrations, offload, checkpoints, recorder and cli. A statement of Python is one of its syntax
 tree; one of C++ is a ";" or a "{".
 """
 
@@ -12,9 +13,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 FOLDERS = "fusion_moe", "translators", "tests", "benchmarks", "tools"
+BESIDE = "integrations", "offload", "checkpoints", "recorder", "cli"  # the core of fusion_moe
 CXX = {".h", ".cuh", ".cpp", ".cu", ".c"}
 _NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL)
 
@@ -45,24 +48,36 @@ def counted(files: Iterator[Path]) -> tuple[int, int, int]:
     return found, python, cxx
 
 
+def parts(root: Path) -> Iterator[tuple[str, Iterator[Path]]]:
+    """The rows of fusion_moe: the core and each of its folders, then what lies beside it."""
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] != "_"]
+    core = [path for path in folders if path.name not in BESIDE]
+    yield "  core", chain(root.glob("*.py"), *(path.rglob("*") for path in core))
+    yield from ((f"    {path.name}", path.rglob("*")) for path in core)
+    yield "    *.py", root.glob("*.py")
+    for name in BESIDE:
+        yield f"  {name}", (root / name).rglob("*")
+        if name == "integrations":
+            inside = [path for path in sorted((root / name).iterdir()) if path.name[0] != "_"]
+            yield from ((f"    {path.stem}", _below(path)) for path in inside)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    return path.rglob("*") if path.is_dir() else iter((path,))
+
+
 def main(folders: list[str]) -> None:
     """Prints the table."""
     roots = [Path(name) for name in folders or FOLDERS]
     rows = [(str(root), root.rglob("*")) for root in roots]
     for root in roots:
         if root.name == "fusion_moe":
-            rows += [
-                (str(part), part.rglob("*"))
-                for part in sorted(root.iterdir())
-                if part.is_dir() and part.name != "__pycache__"
-            ]
-            rows += [(f"{root}/*.py", root.glob("*.py"))]
-    print(f"{'':32}{'files':>8}{'Python':>10}{'C++':>10}")
+            rows += parts(root)
+    print(f"{'':32}{'files':>8}{'Python':>10}{'C++':>10}{'both':>10}")
     for name, files in rows:
-        print(
-            f"{name:32}"
-            + "".join(f"{n:>{width}}" for n, width in zip(counted(files), (8, 10, 10), strict=True))
-        )
+        n, python, cxx = counted(files)
+        print(f"{name:32}{n:>8}{python:>10}{cxx:>10}{python + cxx:>10}")
+    print(f"the core: fusion_moe without {', '.join(BESIDE)}")
 
 
 if __name__ == "__main__":

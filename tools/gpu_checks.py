@@ -27,7 +27,7 @@ from queue import SimpleQueue
 
 import torch
 
-from fusion_moe.distributed.symmetric import NO_MULTICAST
+from fusion_moe.integrations.distributed.symmetric import NO_MULTICAST
 
 _PYTEST = "-m pytest -q -p no:cacheprovider"
 _PARALLEL = f"{_PYTEST} -n 10 --dist worksteal"
@@ -57,7 +57,7 @@ CHECKS = (
     Check(
         "tests",
         40,
-        f"{_PARALLEL} -m gpu tests/gpu tests/thunder_jit --ignore={_SANITIZED}",
+        f"{_PARALLEL} -m gpu tests/gpu tests/integrations/thunder --ignore={_SANITIZED}",
         (_FEW_THREADS,),
     ),
     Check("sanitized", 20, f"{_PARALLEL} -m gpu {_SANITIZED}", (_FEW_THREADS,)),
@@ -90,7 +90,9 @@ CHECKS = (
     ),
     Check("bench", 5, "-m fusion_moe.cli bench --config qwen3-30b --layers 4"),
     Check("row-order", 3, "benchmarks/invariant.py --bits nvfp4 mxfp4"),
-    Check("ranks", 12, f'{_PYTEST} -m "gpu and multi" tests/distributed', all_gpus=True),
+    Check(
+        "ranks", 12, f'{_PYTEST} -m "gpu and multi" tests/integrations/distributed', all_gpus=True
+    ),
     Check(
         "ranks-times",
         8,

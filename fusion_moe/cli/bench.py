@@ -20,7 +20,7 @@ from .start import load
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..transformers.bench import Contender, Row, Times
+    from ..integrations.transformers.bench import Contender, Row, Times
 
 
 SIZES = "tiny", "qwen3-30b"  # of transformers.bench
@@ -136,8 +136,8 @@ def bench(
     where = device_of(device, "bench")
     tokens = prompt or (4096 if where == "cuda" else 512)
     with quietly():
-        from ..transformers import bench as of
-        from ..transformers.decoding import why_plain
+        from ..integrations.transformers import bench as of
+        from ..integrations.transformers.decoding import why_plain
 
         contenders, whole, weights = _contenders(directory, config, to, layers, where)
         ours, model = contenders[0], contenders[-1].model
@@ -171,9 +171,9 @@ def _contenders(
     weights are from.
     """
     from ..checkpoints import Directory
+    from ..integrations.transformers import bench as of
+    from ..integrations.transformers.loading import configuration
     from ..nn.config import CONFIGS
-    from ..transformers import bench as of
-    from ..transformers.loading import configuration
 
     if directory is not None:
         Directory.open(directory)  # says what is wrong with it

@@ -18,7 +18,7 @@ from .start import load
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..transformers.evaluation import Evaluation
+    from ..integrations.transformers.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def evaluate(
     with quietly():
         import torch
 
-        from ..transformers import from_pretrained
-        from ..transformers.evaluation import evaluate as evaluate_model
+        from ..integrations.transformers import from_pretrained
+        from ..integrations.transformers.evaluation import evaluate as evaluate_model
 
         tokenizer = tokenizer_of(directory)
         models = []

@@ -126,8 +126,8 @@ def model_of(path: Path) -> nn.Module:
     try:
         import fusion_moe.transformers  # noqa: F401  (experts_implementation)
 
-        from ..transformers.loading import configuration, on_meta
-        from ..transformers.replacements import replace_modules
+        from ..integrations.transformers.loading import configuration, on_meta
+        from ..integrations.transformers.replacements import replace_modules
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
     if not method and torch.__version__ < "2.13":

@@ -29,7 +29,7 @@ from transformers.cli.serving import server, utils
 import fusion_moe.transformers  # noqa: F401  (whose quantizers load the model)
 
 from ..errors import Error
-from ..transformers.decoding import check_ids
+from ..integrations.transformers.decoding import check_ids
 from .output import say
 from .start import PROBLEMS, end
 

@@ -25,7 +25,7 @@ from .output import Result
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..transformers.decoding import Decoder
+    from ..integrations.transformers.decoding import Decoder
 
 _LEARN = 16  # tokens between two changes of which experts are on the GPU
 
@@ -103,9 +103,9 @@ class Talk:
         out: bool,
     ) -> Talk:
         """Loads a model. how: what of it goes elsewhere, for `from_pretrained`, which may raise."""
-        from ..transformers import NVFP4Config, from_pretrained, fuse_routers_
-        from ..transformers.decoding import sampling, share_keys_
-        from ..transformers.loading import placed
+        from ..integrations.transformers import NVFP4Config, from_pretrained, fuse_routers_
+        from ..integrations.transformers.decoding import sampling, share_keys_
+        from ..integrations.transformers.loading import placed
 
         opened = Directory.open(directory)  # says what is wrong with it
         tokenizer = tokenizer_of(directory)
@@ -130,7 +130,7 @@ class Talk:
         """length: of the cache; None: as many as are needed."""
         from transformers import TextStreamer
 
-        from ..transformers.decoding import check_ids
+        from ..integrations.transformers.decoding import check_ids
 
         self.said.append({"role": "user", "content": prompt})
         ids = self._ids(prompt)
@@ -191,8 +191,8 @@ class Talk:
 
     def _decoder(self, length: int, prompt: int) -> Decoder:
         """prompt: tokens of the first one, whose kernels are compiled here, before it is timed."""
+        from ..integrations.transformers.decoding import Decoder
         from ..nn import prepare_
-        from ..transformers.decoding import Decoder
 
         if self.decoder is None:
             prepare_(self.model, tokens=(1, prompt))

@@ -1,3 +1,3 @@
-"""Traced programs: regions of a graph (regions.py) become Fusions. inductor/ is torch.compile's
-door; thunder.jit's is `fusion_moe.thunder`.
+"""Traced programs: regions of a graph (regions.py) become Fusions. inductor/ is what
+torch.compile calls.
 """

@@ -8,8 +8,8 @@ fusion_moe.offload.counters(model)    # hits, misses, copies, for each layer
 
 from __future__ import annotations
 
-from .door import counters, explain, learn_, offload_
 from .experts import OffloadedExperts
+from .offload import counters, explain, learn_, offload_
 from .plan import Plan
 
 __all__ = ["OffloadedExperts", "Plan", "counters", "explain", "learn_", "offload_"]

@@ -16,7 +16,7 @@ from ..messages.warn import log
 from ..runtime.host_memory import pages
 from . import folder as folders
 from . import plan as plans
-from .door import PRETENDED, device_and_bytes, device_of, offload_, workspace
+from .offload import PRETENDED, device_and_bytes, device_of, offload_, workspace
 
 _WHERE, _ON_LOAD = "from_pretrained", "quantization_config"
 

@@ -1,16 +1,18 @@
 """The report of `fusion_moe.explain`: what was fused, what was not, and why; and how two reports
-differ; and of `fusion_moe.record`: what a run did.
+differ.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from .data import FusionReport, Load, Machine, Measured, NotFusedReport, SegmentReport
 from .difference import Difference, diff
-from .recorder import record
 from .report import Report
-from .running import Comparison, Run
 from .trace import explain, last_compiled
 
 __all__ = [
-    "Comparison",
     "Difference",
     "FusionReport",
     "Load",
@@ -18,10 +20,15 @@ __all__ = [
     "Measured",
     "NotFusedReport",
     "Report",
-    "Run",
     "SegmentReport",
     "diff",
     "explain",
     "last_compiled",
-    "record",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What moved to recorder/, under the names that it had here."""
+    if name in ("Comparison", "Run", "record"):
+        return getattr(importlib.import_module("..recorder", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The target "cpp" through every door: the same programs, their grouped products in C++."""
+"""The target "cpp" in every way: the same programs, their grouped products in C++."""
 
 from __future__ import annotations
 

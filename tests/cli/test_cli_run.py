@@ -20,8 +20,8 @@ from fusion_moe.cli.app import app
 from fusion_moe.cli.bench import Bench
 from fusion_moe.cli.models import a_model
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.integrations.transformers.bench import Row, Times, loaded
 from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
-from fusion_moe.transformers.bench import Row, Times, loaded
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 PROMPT = "def __repr__(self):"

@@ -298,7 +298,7 @@ def test_what_commands_know_without_importing_it():
     from fusion_moe.offload.plan import KV_TOKENS
     from fusion_moe.report import Report, Run
 
-    transformers_bench = pytest.importorskip("fusion_moe.transformers.bench")
+    transformers_bench = pytest.importorskip("fusion_moe.integrations.transformers.bench")
     assert tuple(transformers_bench.SIZES) == bench.SIZES
     assert tuple(Report._forms) == explain.SAVED
     assert tuple(Run._forms) == of_run.RECORDS

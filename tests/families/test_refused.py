@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fusion_moe
-from fusion_moe.doors.transformers import REFUSED
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.integrations.hooks.transformers import REFUSED
 from tests.families.models import AnyConfig, E, H, I, class_of, randomized
 
 

@@ -25,9 +25,9 @@ from fusion_moe.checkpoints.conversion import dense_tensors
 from fusion_moe.checkpoints.families import family_of
 from fusion_moe.cli.inspecting import inspection
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.integrations.transformers.decoding import Decoder
 from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import from_pretrained
-from fusion_moe.transformers.decoding import Decoder
 from tests.checkpoints.files import change, change_json
 from tests.families.decoded import plain_model, relative
 from tests.families.models import LAYERS, E, H, I, decorated

@@ -14,10 +14,10 @@ from uint4_zero_points import GROUP, UINT4
 
 import fusion_moe
 from fusion_moe import encodings, options
-from fusion_moe.distributed.parallelize import _undividable
-from fusion_moe.distributed.shares import keep_features
 from fusion_moe.encodings import ROW, Quantized, check_parts, dequantize, quantize
 from fusion_moe.errors import ShapeError
+from fusion_moe.integrations.distributed.parallelize import _undividable
+from fusion_moe.integrations.distributed.shares import keep_features
 from fusion_moe.nn import Experts, QuantizedLinear, prepare_
 
 pytestmark = pytest.mark.compiler

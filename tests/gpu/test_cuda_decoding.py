@@ -19,7 +19,7 @@ TOKENS = 8  # few: sums in another order may at last end in another token
 
 def test_replayed_steps_write_what_generate_does():
     """Of one prompt after another, in the same cache; and what is drawn among the likeliest one."""
-    from fusion_moe.transformers.decoding import Decoder, greedy, sampling, share_keys_
+    from fusion_moe.integrations.transformers.decoding import Decoder, greedy, sampling, share_keys_
 
     kwargs = {"dtype": torch.bfloat16, "quantization_config": NVFP4Config(), "device_map": "cuda"}
     model, tokenizer = from_pretrained(MODEL, **kwargs).eval(), AutoTokenizer.from_pretrained(MODEL)

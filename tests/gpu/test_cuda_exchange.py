@@ -17,9 +17,9 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cuda import collective
-from fusion_moe.distributed.symmetric import region_bytes
 from fusion_moe.encodings import ENCODINGS, FP8_E8M0, NVFP4, quantize
 from fusion_moe.errors import RankError
+from fusion_moe.integrations.distributed.symmetric import region_bytes
 from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.kinds.collectives import PEERS
 from fusion_moe.layouts import LAYOUTS

@@ -20,8 +20,8 @@ from fusion_moe.layouts.w16x64 import W16X64
 from fusion_moe.nn import Experts, swiglu
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
-from fusion_moe.offload.door import _into_files
 from fusion_moe.offload.experts import OffloadedExperts
+from fusion_moe.offload.offload import _into_files
 from fusion_moe.offload.split import Constants
 from fusion_moe.offload.worker import Worker
 from fusion_moe.runtime.host_memory import pages

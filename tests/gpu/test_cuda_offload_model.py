@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("transformers")
 
 from fusion_moe import NVFP4Config
+from fusion_moe.integrations.transformers.decoding import Decoder
 from fusion_moe.offload import OffloadedExperts, counters, explain, learn_, plan
 from fusion_moe.transformers import from_pretrained
-from fusion_moe.transformers.decoding import Decoder
 
 pytestmark = pytest.mark.gpu
 SMALL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"

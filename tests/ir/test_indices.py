@@ -41,7 +41,7 @@ INDICES = {
     "topk_weights_backward.ids": INDEX,
     "routing_map.ids": ANY,
     **dict.fromkeys(("dispatch.ids", "combine_from.ids", "combine_from.all_ids"), ANY),
-    # a program finds memory by where peers lie: tests/distributed/test_symmetric.py
+    # a program finds memory by where peers lie: tests/integrations/distributed/test_symmetric.py
     **dict.fromkeys(("dispatch.peers", "combine_from.peers"), ANY),
     "combine_from.ends": OF_RANKS,
     "quantize.beside": ENDS,

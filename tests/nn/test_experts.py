@@ -14,8 +14,8 @@ from fusions import fusion_of_call
 import fusion_moe
 from fusion_moe import NVFP4Experts, options
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.nvfuser.scheduler import can_schedule
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
+from fusion_moe.integrations.nvfuser.scheduler import can_schedule
 from fusion_moe.nn import Experts, swiglu
 
 E, H, I = 3, 128, 128

@@ -13,9 +13,9 @@ from experts import as_bytes, copied, experts, routed, same_state
 
 import fusion_moe
 from fusion_moe import backends, options
-from fusion_moe.distributed.shares import keep_features
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
+from fusion_moe.integrations.distributed.shares import keep_features
 from fusion_moe.layouts import LAYOUTS, W16X64, W16x64
 from fusion_moe.nn import GroupedSwiGLU, NVFP4GroupedLinear, QuantizedLinear
 from fusion_moe.nn.frozen import packed

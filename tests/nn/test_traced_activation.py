@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.distributed.shares import keep_experts, keep_features
 from fusion_moe.encodings import BF16, NVFP4, Quantized
 from fusion_moe.errors import Error, OptionError, ParseError, ShapeError, UnsupportedError
+from fusion_moe.integrations.distributed.shares import keep_experts, keep_features
 from fusion_moe.ir.activation import read
 from fusion_moe.nn import Experts, activation, swiglu
 from fusion_moe.nn.conversion.traced_activation import activation_of

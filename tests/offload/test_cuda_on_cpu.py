@@ -20,9 +20,9 @@ from fusion_moe.nn import Experts
 from fusion_moe.offload import cuda, launches, moves
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
-from fusion_moe.offload.door import _into_files
 from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.moves import Shared
+from fusion_moe.offload.offload import _into_files
 from fusion_moe.offload.pinned import Pinned, Staging
 from fusion_moe.offload.worker import Worker
 from fusion_moe.runtime.host_memory import pages

@@ -10,9 +10,9 @@ import torch
 from layer import Layer
 
 import fusion_moe
+from fusion_moe.recorder.data import KernelRun, LayerRun, RunData, Span
 from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report, Run
 from fusion_moe.report.data import Listing
-from fusion_moe.report.run import KernelRun, LayerRun, RunData, Span
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
 STAGES = (

@@ -6,7 +6,7 @@ from layer import Layer
 from pages import STAGES
 
 import fusion_moe
-from fusion_moe.backends.nvfuser import library
+from fusion_moe.integrations.nvfuser import library
 from fusion_moe.ir.text import parse
 
 HIDDEN, TOKENS, TOP_K = 256, 6, 2  # the 4-bit product takes them

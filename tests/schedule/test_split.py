@@ -156,7 +156,7 @@ def test_the_reference_takes_what_no_scheduler_accepts(monkeypatch):
     assert_same_bits(fusion_moe.run(fd.fusion(), [x]), [-x])
 
 
-# One program, many doors --------------------------------------------------------------------------
+# One program, many ways in ------------------------------------------------------------------------
 
 G, H, I, K = 4, 64, 32, 2
 
@@ -248,21 +248,21 @@ def by_hand(dtype="bf16") -> Fusion:
     return fd.fusion()
 
 
-def test_one_program_many_doors(golden):
+def test_one_program_many_ways_in(golden):
     """expert_mlp, the same in small operations, and a Fusion written by hand: the same two kernels,
     both grouped products.
     """
     args = (*tokens(), *weights())
-    doors = {
+    ways = {
         "expert_mlp": fusion_of_call("expert_mlp", *args),
         "by hand": by_hand(),
         "small operations, compiled": traced(small_ops, *args),
         "expert_mlp, compiled": traced(one_op, *args),
     }
-    found = {name: whole(prepared(fusion)) for name, fusion in doors.items()}
+    found = {name: whole(prepared(fusion)) for name, fusion in ways.items()}
     for name, text in found.items():
         assert text == found["expert_mlp"], name
-    assert [s.kind for s in split(prepared(doors["expert_mlp"]), CPU)] == [
+    assert [s.kind for s in split(prepared(ways["expert_mlp"]), CPU)] == [
         "grouped_gemm",
         "grouped_gemm",
     ]
@@ -274,16 +274,16 @@ def test_one_program_with_plain_torch_between():
     kernels.
     """
     args = (*tokens(torch.float32), *weights())
-    doors = [
+    ways = [
         by_hand("f32"),
         fusion_of_call("expert_mlp", *args),
         traced(plain_swiglu, *args),
         traced(small_ops, *args),
     ]
-    assert len({whole(prepared(fusion)) for fusion in doors}) == 1
+    assert len({whole(prepared(fusion)) for fusion in ways}) == 1
 
 
-def test_many_doors_give_the_same_bits():
+def test_many_ways_in_give_the_same_bits():
     x, ids, w = tokens()
     packed = weights()
     want = OPS.expert_mlp(x, ids, w, *packed)

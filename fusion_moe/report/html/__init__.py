@@ -1,7 +1,7 @@
 """Reports as pages: files that load nothing from the network and run no script but their own.
 
-base.html, page.html and run.html are templates of Jinja, which escapes every text; here is what a
-report's page shows beside the report's data.
+base.html and page.html are templates of Jinja, which escapes every text; here is what a report's
+page shows beside the report's data. recorder/ has a page.html of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def page(report: ReportData) -> str:
     """The whole file."""
     times = _times(report)
     return rendered(
-        "page.html",
+        _part("page.html"),
         f"fusion_moe.explain{report.of and f': {report.of}'}",
         report=report,
         warnings=list(warnings(report)),
@@ -41,14 +41,14 @@ def page(report: ReportData) -> str:
     )
 
 
-def rendered(name: str, title: str, **shown: Any) -> str:
-    """The file of a template: its content security policy forbids loading anything and running any
-    script but the page's own.
+def rendered(template: str, title: str, **shown: Any) -> str:
+    """The page of a template's text: its content security policy forbids loading anything and
+    running any script but the page's own.
     """
     script = _part("script.js")
     text: str = (
         _environment()
-        .get_template(name)
+        .from_string(template)
         .render(
             title=title,
             script=script,

@@ -1,0 +1,1 @@
+from .integrations.distributed import *  # noqa: F403

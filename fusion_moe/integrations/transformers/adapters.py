@@ -1,0 +1,86 @@
+"""Adapters of a model that `save_pretrained` writes: a folder beside it with PEFT's two files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import CheckpointError, UnsupportedError
+from ...messages.warn import warn_once
+from ...nn.frozen.adaptable import AdaptableModule
+from ...nn.lora.adapter import adapters_of
+from ...nn.lora.files import load_lora_, save_lora
+from ...nn.lora.files.config import CONFIG, read_config
+from ...nn.lora.files.directory import TENSORS
+from ...options import during
+
+FOLDER = "adapters"
+_saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
+
+
+def save_pretrained(
+    theirs: Any,
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Tells quantizers, which `save_pretrained` asks for tensors, the directory."""
+    with during(_saving_to, Path(save_directory) if is_main_process else None):
+        return theirs(self, save_directory, is_main_process, *args, **kwargs)
+
+
+def write_adapters(model: PreTrainedModel) -> None:
+    """Writes the adapters of a model that is being saved; removes those of an earlier one from its
+    directory.
+    """
+    if (directory := _saving_to.get()) is None:
+        return
+    with suppress(CheckpointError, UnsupportedError):  # none there, or others, which stay
+        read_config(directory / FOLDER)
+        for file in (CONFIG, TENSORS):
+            (directory / FOLDER / file).unlink(missing_ok=True)
+        with suppress(OSError):
+            (directory / FOLDER).rmdir()
+    if described(model):
+        save_lora(_with_head(model), directory / FOLDER)
+
+
+def read_adapters_(model: PreTrainedModel, directory: Path) -> None:
+    """Adds the adapters that a saved model has beside it, if any. Others, such as PEFT's of other
+    layers, are left out, with a warning.
+    """
+    if (directory / FOLDER / CONFIG).exists():
+        try:
+            load_lora_(_with_head(model), directory / FOLDER)
+        except UnsupportedError as error:
+            warn_once(f"adapters are left out: {error}")
+
+
+def _with_head(model: Any) -> nn.Module:
+    """A module in which parts have the names that they have beside a head: base models read what
+    was saved with one, and the reverse.
+    """
+    if model.base_model is not model or not model.base_model_prefix:
+        return model
+    whole = nn.Module()
+    whole.add_module(model.base_model_prefix, model)
+    whole.name_or_path = model.name_or_path
+    return whole
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """The rank and alpha of each adapter."""
+    return {
+        f"{name}.{p}": f"rank {a.rank}, alpha {a.alpha}"
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptableModule)
+        for p, a in adapters_of(module)
+    }

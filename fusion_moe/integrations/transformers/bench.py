@@ -1,0 +1,253 @@
+"""A model with its experts in few bits beside the same model in bf16: decoding, prompts, memory."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ...checkpoints.conversion import dense_tensors
+from ...messages.progress import phase, progress
+from ...messages.units import count
+from ...nn import Experts, prepare_, quantize_
+from ...nn.config import QuantizationConfig
+from .decoding import Decoder, captured, share_keys_
+from .loading import configuration, from_pretrained, placed
+from .routers import fuse_routers_
+
+# entries of configurations
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+    "qwen3-30b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+}
+BF16_EXPERTS = ("grouped_mm", "batched_mm")
+FEW = 8  # sequences up to which batched_mm, which copies an expert for each row, may be the fastest
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model, and the backend that compiles it. experts: which of transformers' implementations
+    computes steps, "" for ours.
+    """
+
+    name: str
+    model: Any
+    backend: str
+    experts: str = ""
+
+    def decoder(self, length: int, batch: int) -> Decoder:
+        """A decoder of this model; forgets what was compiled before."""
+        torch._dynamo.reset()
+        # batched_mm would copy an expert for each row of the prompts
+        experts = ("grouped_mm", self.experts) if self.experts else None
+        return Decoder(self.model, length, batch, backend=self.backend, experts=experts)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> None:
+        """The last logits of prompts i64[B, P], not compiled."""
+        if self.experts:
+            self.model.set_experts_implementation(self.experts)
+        self.model(ids, use_cache=False, logits_to_keep=1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a call: the median of several runs, the fastest and the slowest."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        """How far apart the fastest and the slowest are, relative to the median."""
+        return (self.high - self.low) / self.median
+
+    def overlaps(self, other: Times) -> bool:
+        """Whether it is open which is faster."""
+        return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a contender takes. of: "decode" or "prompt"; tokens: of a call."""
+
+    of: str
+    name: str
+    tokens: int
+    times: Times
+
+
+def made(config: Any, layers: int, device: str) -> Any:
+    """A model of a configuration in bf16, with so many layers (0: all) and random weights."""
+    text = config.get_text_config()
+    if layers:
+        whole, text.num_hidden_layers = text.num_hidden_layers, layers
+        for key, kinds in vars(text).items():  # what each layer is
+            if isinstance(kinds, list) and len(kinds) == whole and isinstance(kinds[0], str):
+                setattr(text, key, kinds[:layers])
+    torch.manual_seed(0)
+    with torch.device(device):
+        phase(f"making {count(text.num_hidden_layers, 'layer')} with random weights")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def config_of(name: str) -> Any:
+    """A configuration of SIZES."""
+    sizes = dict(SIZES[name])
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+
+
+def loaded(directory: str | Path, device: str, to: str = "nvfp4") -> list[Contender]:
+    """The model of a directory, and the same in bf16. Experts in floats are quantized to a format;
+    a quantized directory stands beside the numbers of its weights, rounded to bf16. Raises as
+    `from_pretrained`.
+    """
+    where: dict[str, Any] = {"dtype": torch.bfloat16, **placed(device)}
+    model = from_pretrained(directory, **where).eval()
+    if not any(isinstance(module, Experts) for module in model.modules()):
+        return beside(model, to=to)
+    config = configuration(directory)
+    config.quantization_config = None
+    numbers = dense_tensors(directory, torch.bfloat16)
+    dense = from_pretrained(None, config=config, state_dict=numbers, **where).eval()
+    return beside(dense, model)
+
+
+def beside(
+    model: Any, encoded: Any = None, to: str | QuantizationConfig = "nvfp4"
+) -> list[Contender]:
+    """A model in bf16 behind the same with encoded experts; None: by `quantize_` in the format
+    `to`, sharing all other weights.
+    """
+    share_keys_(model)
+    if encoded is None:
+        quantize_(encoded := _sharing(model), to)
+    else:
+        share_keys_(encoded)
+    fuse_routers_(encoded)
+    phase("compiling the kernels of experts")
+    prepare_(encoded)
+    (name, *_) = (m.encoding.name.upper() for m in encoded.modules() if isinstance(m, Experts))
+    return [
+        Contender(name, encoded, "fusion_moe"),
+        *(Contender(f"bf16 {e}", _sharing(model), "inductor", e) for e in BF16_EXPERTS),
+    ]
+
+
+def _sharing(model: nn.Module) -> Any:
+    """A copy with the same tensors."""
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+
+
+def compared(
+    contenders: Sequence[Contender], batches: Sequence[int], context: int, prompt: int, repeats: int
+) -> Iterator[Row]:
+    """Steps of each batch after `context` tokens, then prompts, measured in turns."""
+    on_gpu = contenders[0].model.device.type == "cuda"
+    times = 20 if on_gpu else 4
+    length = context + (times + 1) * (repeats + 1)
+    for batch in batches:
+        steps = {}
+        for contender in _for_tokens(contenders, batch):
+            phase(f"{contender.name}: a prompt of {batch} x {context} tokens, before steps")
+            steps[contender.name] = decoder = contender.decoder(length, batch)
+            decoder.prompt(_ids(contender.model, batch, context))
+        phase(f"timing steps of {count(batch, 'sequence')}")
+        for name, found in in_turns({n: d.step for n, d in steps.items()}, times, repeats).items():
+            yield Row("decode", name, batch, found)
+    phase(f"timing prompts of {count(prompt, 'token')}")
+    ids = _ids(contenders[0].model, 1, prompt)
+    prompts = {c.name: partial(c.read, ids) for c in _for_tokens(contenders, prompt)}
+    for name, found in in_turns(prompts, 1, repeats).items():
+        yield Row("prompt", name, prompt, found)
+
+
+def _for_tokens(contenders: Sequence[Contender], tokens: int) -> list[Contender]:
+    """Those that are measured with so many tokens."""
+    return [c for c in contenders if c.experts != "batched_mm" or tokens <= FEW]
+
+
+def _ids(model: Any, batch: int, tokens: int) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (batch, tokens), device=model.device)
+
+
+@torch.no_grad()
+def head(model: Any, batch: int, repeats: int) -> Times:
+    """What the projection to the vocabulary takes, which a model has once and not in each layer."""
+    phase("timing the projection to the vocabulary")
+    project = model.get_output_embeddings()
+    x = torch.randn(batch, project.weight.shape[1], device=model.device, dtype=torch.bfloat16)
+    call: Callable[[], object] = partial(project, x)
+    if model.device.type == "cuda":
+        call = captured(call)
+    return in_turns({"": call}, 20, repeats)[""]
+
+
+@torch.no_grad()
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], times: int, repeats: int
+) -> dict[str, Times]:
+    """What each call takes, in runs of so many calls, in turns. The first run does not count."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in progress(range(repeats + 1), "turns", repeats + 1):
+        for name, call in calls.items():
+            found[name].append(_seconds(call, times))
+    return {
+        name: Times(statistics.median(kept), min(kept), max(kept))
+        for name, (_, *kept) in found.items()
+    }
+
+
+def _seconds(call: Callable[[], object], times: int) -> float:
+    """Of a call, until the GPU has done its work."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    call()
+    wait()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    wait()
+    return (time.perf_counter() - start) / times
+
+
+def bytes_of(model: nn.Module, times: float = 1) -> int:
+    """Of parameters and buffers; times: how many layers there are for each of this model's."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return round(sum(t.nbytes * (times if ".layers." in name else 1) for name, t in named))

@@ -1,0 +1,1 @@
+from .integrations.thunder import *  # noqa: F403

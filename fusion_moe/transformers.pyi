@@ -1,0 +1,1 @@
+from .integrations.transformers import *  # noqa: F403
