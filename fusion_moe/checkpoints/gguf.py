@@ -31,7 +31,7 @@ from ..encodings.orders import NIBBLES
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.extras import install
 from .configurations import compressed_config, modelopt_config
-from .gguf_models import Model, model_of
+from .gguf_models import NO_CHANGE, Change, Model, model_of
 from .headers import MAX_BYTES, Entry, Reads, need_plain, shown
 from .schemes import MODELOPT, PACKED_MXFP4
 
@@ -48,7 +48,7 @@ _OF_BLOCKS = {"MXFP4": (1, 16), "NVFP4": (4, 8)}  # bytes of scales, and of code
 class Blocks:
     """A tensor of a file. kind: ggml's name of its type; data: floats [..., N, K], or u8 [..., N,
     bytes], the blocks of rows; size: numbers and bytes of a block; scale: of matrices, f32 [E] or
-    [1], if there is one; heads: of which each has its rows in turns, instead of half by half.
+    [1], if there is one; change: what makes it the model's.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Blocks:
     size: tuple[int, int]
     file: Path
     scale: Tensor | None = None
-    heads: int = 0
+    change: Change = NO_CHANGE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,12 +73,16 @@ class Blocks:
 
     def floats(self) -> Tensor:
         """The numbers, [..., N, K]."""
-        if self.kind in _FLOATS:
-            return self._rows
-        gguf = _package(self.file)
-        kind = gguf.GGMLQuantizationType[self.kind]
-        numbers = torch.from_numpy(gguf.quants.dequantize(self._rows.numpy(), kind))
-        return numbers if self.scale is None else numbers * self.scale
+        numbers, change = self._rows, self.change
+        if self.kind not in _FLOATS:
+            gguf = _package(self.file)
+            kind = gguf.GGMLQuantizationType[self.kind]
+            numbers = torch.from_numpy(gguf.quants.dequantize(numbers.numpy(), kind))
+        if self.scale is not None:
+            numbers = numbers * self.scale
+        if change.order and change.order.dim:
+            numbers = change.order(numbers)
+        return change.number(numbers) if change.number else numbers
 
     def part(self, name: str) -> Tensor:
         """A part of a matrix in MXFP4 or NVFP4, as its scheme stores it."""
@@ -94,9 +98,8 @@ class Blocks:
 
     @property
     def _rows(self) -> Tensor:
-        if not self.heads:
-            return self.data
-        return self.data.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        order = self.change.order
+        return self.data if order is None or order.dim else order(self.data)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
@@ -111,7 +114,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], Reads]:
     entries: dict[str, Entry] = {}
     reads: Reads = {}
     encodings: dict[str, Encoding] = {}
-    encoded = _encoded(tensors)
+    encoded = _encoded(tensors, model)
     for name, blocks in _named(tensors, model):
         weight, keeps = name.removesuffix(".weight"), blocks.name in encoded
         if keeps:
@@ -141,11 +144,10 @@ def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, B
             continue
         if (experts := model.experts_at(name)) is None:
             new = model.name_of(name, str(blocks.file))
-            if new.endswith("shared_expert_gate.weight") and blocks.data.dim() == 1:
-                blocks = replace(blocks, data=blocks.data[None])
-            if (heads := model.heads_in_turns(name)) and blocks.shape[0] % (2 * heads):
-                raise _misshapen(blocks, f"rows for {heads} heads")
-            yield new, replace(blocks, heads=heads)
+            change = model.change_of(name)
+            if change.order and not change.order.fits(blocks.shape[change.order.dim]):
+                raise _misshapen(blocks, "as many rows and columns as its heads have")
+            yield new, replace(blocks, data=_shaped(blocks.data, new), change=change)
             continue
         matrices, suffix = experts
         whole = len(blocks.shape) == (3 if suffix == ".weight" else 2)
@@ -158,15 +160,22 @@ def _named(tensors: Mapping[str, Blocks], model: Model) -> Iterator[tuple[str, B
                 yield matrix.replace("*", str(e)) + suffix, blocks.of_expert(e, of_matrix)
 
 
+def _shaped(data: Tensor, name: str) -> Tensor:
+    """With the dimension of 1 that files leave out."""
+    if name.endswith("shared_expert_gate.weight") and data.dim() == 1:
+        return data[None]
+    return data[:, None] if name.endswith("conv1d.weight") and data.dim() == 2 else data
+
+
 def _misshapen(blocks: Blocks, expected: str) -> CheckpointError:
     return CheckpointError(
         f"{shown(blocks.name)} {list(blocks.shape)}", expected=expected, where=str(blocks.file)
     )
 
 
-def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
+def _encoded(tensors: Mapping[str, Blocks], model: Model) -> set[str]:
     """The names of matrices that keep their encoding: experts, if all projections of their layer
-    have it.
+    have it; others, unless their columns are in another order.
     """
     kinds = defaultdict[str, set[str]](set)
     for name, blocks in tensors.items():
@@ -178,6 +187,7 @@ def _encoded(tensors: Mapping[str, Blocks]) -> set[str]:
         if len(blocks.shape) == (3 if name.endswith("_exps.weight") else 2)
         if kinds[_together(name)] in ({kind} for kind in _ENCODED)
         if name.endswith(".weight") and name != "token_embd.weight"
+        if not ((order := model.change_of(name).order) and order.dim)
     }
 
 

@@ -9,7 +9,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
 from .headers import shown
@@ -37,7 +41,7 @@ _LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b")
+_WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_dt")
 _ENTRIES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -64,13 +68,86 @@ _ROPE = {
 
 
 @dataclass(frozen=True)
+class Order:
+    """Rows (dim 0) or columns (dim -1) that a file has in another order. Those from `start` on are
+    of these sizes, one of which may be -1; the model has the sizes in the order `by`.
+    """
+
+    sizes: tuple[int, ...]
+    by: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    def fits(self, length: int) -> bool:
+        """Whether so many rows or columns have such sizes."""
+        each, rest = math.prod(abs(size) for size in self.sizes), length - self.start
+        return rest > 0 and (rest == each or (-1 in self.sizes and each > 0 and rest % each == 0))
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """A tensor of the file, as the model has it."""
+        dim = self.dim % t.dim()
+        kept, rest = t.tensor_split([self.start], dim)
+        order = [*range(dim), *(dim + i for i in self.by)]
+        apart = rest.unflatten(dim, self.sizes)
+        turned = apart.permute(*order, *range(len(order), apart.dim()))
+        return torch.cat([kept, turned.flatten(dim, dim + len(self.by) - 1)], dim)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What undoes llama.cpp's change of a tensor. order: of rows or columns; number: of its
+    numbers.
+    """
+
+    order: Order | None = None
+    number: Callable[[Tensor], Tensor] | None = None
+
+
+NO_CHANGE = Change()
+Changes = Mapping[str, Change]
+
+
+def _half_by_half(config: Mapping[str, Any]) -> Changes:
+    """Of rows of q and k, those that rotate together lie side by side."""
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    return {
+        leaf: Change(Order((int(config[which]), -1, 2), (0, 2, 1))) for leaf, which in heads.items()
+    }
+
+
+def _gated_delta(config: Mapping[str, Any]) -> Changes:
+    """The heads of values are grouped by their place below a head of keys, not by that head. Decays
+    are stored, not their logarithms; and factors of norms, not what they are beside 1.
+    """
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size, before = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
+
+    def order(each: int = 1, dim: int = 0, start: int = 0) -> Order:
+        return Order((values // keys, keys, each), (1, 0, 2), dim, start)
+
+    norms = "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"
+    return {
+        "attn_qkv": Change(order(size, start=before)),
+        "ssm_conv1d": Change(order(size, start=before)),
+        "attn_gate": Change(order(size)),
+        "ssm_out": Change(order(size, dim=-1)),
+        "ssm_alpha": Change(order()),
+        "ssm_beta": Change(order()),
+        "ssm_dt": Change(order()),
+        "ssm_a": Change(order(), lambda t: (-t.double()).log().float()),
+        **dict.fromkeys(norms, Change(number=lambda t: t - 1)),
+    }
+
+
+@dataclass(frozen=True)
 class Family:
     """What differs between architectures. layer: names of a layer's tensors, beside the usual;
     experts, size: the entries of config.json for the number of experts, and for their inner size;
-    in_turns: whether rows of q and k that rotate together lie side by side; dense: the entry of
+    changes: of which tensors llama.cpp changes something, by config.json; dense: the entry of
     config.json for the number of layers before those with experts; optional: entries that files may
     leave out, with what holds then; present: entries that say whether a tensor is there; partial:
-    whether config.json says which part of a head rotates.
+    whether config.json says which part of a head rotates; linear: whether some layers have linear
+    attention.
     """
 
     model_type: str
@@ -83,11 +160,12 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     block: str = "mlp"
     projections: tuple[str, ...] = _PROJECTIONS
-    in_turns: bool = False
+    changes: Callable[[Mapping[str, Any]], Changes] = field(default=lambda config: {})
     dense: str = ""
     optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
+    linear: bool = False
 
 
 FAMILIES = {
@@ -112,7 +190,7 @@ FAMILIES = {
         layer={"ffn_gate_inp": "block_sparse_moe.gate"},
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
-        in_turns=True,
+        changes=_half_by_half,
     ),
     "minimax-m2": Family(
         "minimax_m2",
@@ -158,6 +236,33 @@ FAMILIES = {
             "attention_bias": "blk.0.attn_q.bias",
         },
         partial=True,
+    ),
+    "qwen35moe": Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        "moe_intermediate_size",
+        layer={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_a": "linear_attn.A_log",
+            "ssm_dt": "linear_attn.dt_bias",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+        },
+        entries={
+            "head_dim": "attention.key_length",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+        },
+        changes=_gated_delta,
+        partial=True,
+        linear=True,
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -222,13 +327,13 @@ class Model:
             )
         return new if leaf in _WITHOUT_SUFFIX else new + suffix
 
-    def heads_in_turns(self, name: str) -> int:
-        """Of rows of q or k that lie in turns: the number of heads, else 0."""
-        _, leaf, _ = _divided(name)
-        if self.family is None or not self.family.in_turns or leaf not in ("attn_q", "attn_k"):
-            return 0
-        which = "num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"
-        return int(self.config[which])
+    @cached_property
+    def _changes(self) -> Changes:
+        return self.family.changes(self.config) if self.family else {}
+
+    def change_of(self, name: str) -> Change:
+        """What undoes llama.cpp's change of a tensor, if it changes that."""
+        return self._changes.get(_divided(name)[1], NO_CHANGE)
 
 
 def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
@@ -281,15 +386,22 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     last = f"blk.{config['num_hidden_layers'] - 1}."
     if not any(name.startswith(last) for name in shapes):
         raise CheckpointError(f"no {last}*", expected="all tensors of a model", where=where)
-    rows, heads = size("blk.0.attn_q.weight", 0), config["num_attention_heads"]
-    if rows % heads:
-        raise CheckpointError(
-            f"blk.0.attn_q.weight of {rows} rows", expected=f"rows of {heads} heads", where=where
-        )
+    if "head_dim" not in config:
+        rows, heads = size("blk.0.attn_q.weight", 0), config["num_attention_heads"]
+        if rows % heads:
+            raise CheckpointError(
+                f"blk.0.attn_q.weight of {rows} rows",
+                expected=f"rows of {heads} heads",
+                where=where,
+            )
+        config["head_dim"] = rows // heads
+    if family.linear:
+        heads, inner = config["linear_num_value_heads"], entry("ssm.inner_size")
+        config["linear_value_head_dim"] = inner // heads
+        config["layer_types"] = _layer_types(metadata, architecture, config, entry, where)
     config |= {
         family.experts: entry("expert_count"),
         family.size: size(f"blk.{first}.ffn_down_exps.weight", -1),
-        "head_dim": rows // heads,
         **{key: entry(its, usual) for key, (its, usual) in family.optional.items()},
         **{key: name in shapes for key, name in family.present.items()},
         "vocab_size": size("token_embd.weight", 0),
@@ -304,6 +416,9 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     if family.partial:
         rotates = entry("rope.dimension_count", config["head_dim"])
         rope["partial_rotary_factor"] = rotates / config["head_dim"]
+    sections = metadata.get(f"{architecture}.rope.dimension_sections")
+    if family.linear and isinstance(sections, tuple):
+        rope |= {"mrope_section": [*sections[:3]], "mrope_interleaved": True}
     config = {
         "model_type": family.model_type,
         "architectures": [family.architecture],
@@ -315,6 +430,24 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         **{key: value for key, value in ids.items() if isinstance(value, int)},
     }
     return Model(config, family)
+
+
+def _layer_types(
+    metadata: Mapping[str, Any],
+    architecture: str,
+    config: Mapping[str, Any],
+    entry: Callable[..., int | float],
+    where: str,
+) -> list[str]:
+    """By what newer files say of each layer, or by every how many one has full attention."""
+    count, key = config["num_hidden_layers"], f"{architecture}.attention.recurrent_layers"
+    every = entry("full_attention_interval", 4)
+    recurrent: Any = metadata.get(key, tuple((i + 1) % every != 0 for i in range(count)))
+    if not isinstance(recurrent, tuple) or len(recurrent) < count:
+        raise CheckpointError(
+            f"{key} is {shown(recurrent)}", expected=f"one for each of {count} layers", where=where
+        )
+    return ["linear_attention" if each else "full_attention" for each in recurrent[:count]]
 
 
 def _rope(

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
     "glm4_moe": "glm4moe",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -47,8 +48,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
     },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
 }
-_FLOATS = re.compile(r"\.(gate|router|shared_expert_gate)\.|_proj_bias")
+_FLOATS = re.compile(r"\.(gate|router|shared_expert_gate)\.|_proj_bias|conv1d")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)(\.\w+)")
 
 
@@ -90,11 +99,11 @@ def write_gguf(
         found = names.get_name(base)
         assert found is not None, name
         kind = experts if t.dim() == 3 else others if t.dim() == 2 and suffix == "weight" else "F32"
-        kind = "F32" if "ffn_gate_inp" in found else kind
+        kind = "F32" if "ffn_gate_inp" in found or "ssm_conv1d" in found else kind
         qtype = gguf.GGMLQuantizationType[kind]
-        if f"{found}.{suffix}" in without:
-            continue
-        writer.add_tensor(f"{found}.{suffix}", blocks_of(t, kind), raw_dtype=qtype)
+        full = found if found.endswith("ssm_a") else f"{found}.{suffix}"
+        if full not in without:
+            writer.add_tensor(full, blocks_of(t, kind), raw_dtype=qtype)
     for name, values in add.items():
         writer.add_tensor(name, torch.as_tensor(values, dtype=torch.float32).numpy())
     writer.write_header_to_file()
@@ -195,7 +204,34 @@ def _stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
             stacked[f"{name.removesuffix('_bias')}.bias"] = stacked.pop(name)
         if name.endswith("shared_expert_gate.weight"):
             stacked[name] = stacked[name][0]
+        if family == "qwen3_5_moe_text":
+            _change_qwen35(name, stacked)
     return stacked
+
+
+def _change_qwen35(name: str, tensors: dict[str, Tensor]) -> None:
+    """The heads of values by their place among those of a head of keys; 1 + factors of norms."""
+    of = OF_FAMILY["qwen3_5_moe_text"]
+    keys, values = of["linear_num_key_heads"], of["linear_num_value_heads"]
+    t, leaf = tensors[name], name.rpartition("linear_attn.")[2]
+    if "linear_attn." not in name:
+        tensors[name] = t + 1 if name.endswith("norm.weight") else t
+        return
+    heads = [key * (values // keys) + i for i in range(values // keys) for key in range(keys)]
+    size = of["linear_value_head_dim"] if "proj_a" not in leaf and "proj_b" not in leaf else 1
+    order = [head * size + i for head in heads for i in range(size)]
+    if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+        before = 2 * keys * of["linear_key_head_dim"]
+        t = t.squeeze(1) if leaf == "conv1d.weight" else t
+        tensors[name] = t[[*range(before), *(before + i for i in order)]]
+    elif leaf == "out_proj.weight":
+        tensors[name] = t[:, order].contiguous()
+    elif leaf in ("A_log", "dt_bias"):
+        tensors[name] = -t[heads].exp() if leaf == "A_log" else t[heads]
+        if leaf == "dt_bias":
+            tensors[name.removesuffix("dt_bias") + "dt_proj.bias"] = tensors.pop(name)
+    elif leaf != "norm.weight":
+        tensors[name] = t[order]
 
 
 def _add_metadata(writer: Any, config: Any, further: int = 0) -> None:
@@ -240,5 +276,13 @@ def _add_metadata(writer: Any, config: Any, further: int = 0) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_nextn_predict_layers(further)
+    if config.model_type == "qwen3_5_moe_text":
+        writer.add_rope_dimension_count(SIZES["head_dim"] // 4)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_full_attention_interval(2)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

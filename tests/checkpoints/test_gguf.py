@@ -19,6 +19,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 import gguf
+from files import MADE
 from gguf_files import ARCHITECTURES, rounded_model, write_gguf
 
 from fusion_moe.checkpoints import Directory, check_scales, convert, quantize, weights_in
@@ -89,6 +90,24 @@ def test_a_model_computes_what_the_file_means(family: str, tmp_path: Path) -> No
     assert type(model) is type(want)
     assert model.model.layers[-1].mlp.experts.encoding is MXFP4
     torch.testing.assert_close(model(PROMPT).logits, want(PROMPT).logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_file_that_llama_cpp_wrote() -> None:
+    """By its converter, of the directory beside it, with a layer for multi-token prediction: linear
+    attention whose heads it turns.
+    """
+    folder = MADE / "gguf-qwen3_5_moe"
+    model, want = (
+        from_pretrained(path, dtype=torch.float32) for path in (folder / "model.gguf", folder)
+    )
+    assert type(model) is type(want)
+    state = model.state_dict()
+    for name, t in want.state_dict().items():
+        rounded = 1e-7 if name.endswith(".A_log") else 0  # the file has its exponential
+        torch.testing.assert_close(state.pop(name), t, rtol=0, atol=rounded)
+    assert not state
+    assert torch.equal(model(PROMPT).logits, want(PROMPT).logits)
 
 
 @pytest.mark.judges("gguf")
@@ -448,6 +467,26 @@ def test_what_a_model_of_an_architecture_lacks(tmp_path: Path) -> None:
         changed.write_bytes(file.read_bytes().replace(old, new))
         with pytest.raises((CheckpointError, UnsupportedError), match=said):
             Source.open(changed)
+
+
+def test_linear_attention_of_other_sizes(tmp_path: Path) -> None:
+    """Than those of its tensors: their rows would be turned wrongly."""
+    whole = MADE.joinpath("gguf-qwen3_5_moe", "model.gguf").read_bytes()
+    changed = tmp_path / "changed.gguf"
+    for key, value, said in (
+        (b"ssm.time_step_rank", 5, "blk.0.*; expected as many rows and columns"),
+        (b"ssm.time_step_rank", 1, "blk.0.*; expected as many rows and columns"),
+        (b"ssm.state_size", 7, "blk.0.*; expected as many rows and columns"),
+        (b"ssm.group_count", 2**30, "blk.0.*; expected as many rows and columns"),
+        (b"attention.recurrent_layers", 7, "recurrent_layers is 7; expected one for each of 2"),
+    ):
+        start = whole.index(key) + len(key)
+        kind = whole[start : start + 4]
+        old = 4 + 4 if kind == struct.pack("<I", 4) else 4 + 4 + 8 + 3  # a list of three booleans
+        new = struct.pack("<II", 4, value)
+        changed.write_bytes(whole[:start] + new + whole[start + old :])
+        with pytest.raises(CheckpointError, match=said):
+            Directory.open(changed)
 
 
 @pytest.mark.parametrize(
