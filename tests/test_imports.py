@@ -106,6 +106,18 @@ def test_a_circle_is_seen_wherever_the_import_stands():
     assert "fusion_moe.ir.text" in edges("fusion_moe.ir.core")
 
 
+def test_maps_of_folders_name_files_that_there_are():
+    """The docstring of a folder's __init__ says which file has what."""
+    missing = [
+        f"{name}: {file}"
+        for name, path in files().items()
+        if path.name == "__init__.py"
+        for file in re.findall(r"\b\w+\.py\b", ast.get_docstring(tree(name)) or "")
+        if not any(path.parent.rglob(file)) and not (ROOT / "fusion_moe" / file).exists()
+    ]
+    assert missing == []
+
+
 CORE = sorted(name for name in files() if not is_outside(name))
 # What `save_lora` writes are PEFT's files, as checkpoints are ModelOpt's.
 FILES_OF_PEFT = "fusion_moe.nn.lora.files"

@@ -3,6 +3,18 @@ parts of an encoded weight.
 
 This package knows files, names and encodings, but no models and no framework classes. It reads only
 headers until a tensor is requested. `convert` and `quantize` write directories.
+
+directory.py, headers.py, gguf.py, gguf_models.py
+                 files
+schemes.py, stored.py
+                 which tensors are the parts of which weight
+experts.py, fused.py, families.py, layers.py
+                 which weights belong to a layer's experts, and what a class reads in floats
+source.py        weights read one by one; values.py, integers.py, fp8.py, nf4.py, words.py: decoded
+conversion.py, quantization.py
+                 `convert` and `quantize`; shard.py, writing.py, unfinished.py: how they write
+methods.py, configurations.py
+                 config.json
 """
 
 from .conversion import convert

@@ -4,6 +4,16 @@ import fusion_moe.offload
 plan = fusion_moe.offload.offload_(model, max_memory={0: "20GiB", "cpu": "100GiB"})
 print(plan)
 fusion_moe.offload.counters(model)    # hits, misses, copies, for each layer
+
+offload.py       `offload_`; loading.py: `from_pretrained`; plan.py: what fits where
+experts.py       the module; steps.py, long_steps.py: its Fusion, cut before the sum of rows
+cache.py         which experts are on the device; moves.py: which replace which
+split.py         which misses are copied, which computed; machine.py, turnaround.py: how fast
+device.py        what a layer asks of a device; cuda.py, launches.py, kernels/: a GPU;
+                 pretended.py: the CPU in place of one
+worker.py, desk.py
+                 who computes what a device hands over; pinned.py: memory that it reads
+folder.py        experts that memory has no room for
 """
 
 from __future__ import annotations

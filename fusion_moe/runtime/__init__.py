@@ -1,1 +1,19 @@
-"""Running compiled code: kernels, and the programs that they make up."""
+"""Running compiled code: kernels, and the programs that they make up.
+
+program.py       launches the kernels of a program in order; kernel.py: what a backend makes
+memory.py        one allocation for what a call makes; turns.py: calls that share memory
+native.py, launch_plan.py
+                 calls that C++ launches without Python; remembered.py: what calls remember
+build.py, nvrtc.py, isa.py
+                 compilers, instruction sets; precompile.py, background.py: compiling ahead
+store.py, trust.py
+                 compiled files by content hash, and which are safe to load
+driver.py, cuda.py, faults.py
+                 the CUDA driver, cubins, what kernels find wrong
+peers.py         tensors that may stand for memory that ranks share
+recording.py, counts.py, timeline.py
+                 who is told of launches, rows of groups, tiles that kernels marked
+check.py, dump.py
+                 the options `check` and `dump`
+host_memory/     weights on large pages, how fast memory is read
+"""

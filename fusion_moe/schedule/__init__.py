@@ -4,6 +4,12 @@ can_schedule(fusion, target, kept) -> None if one kernel can do it, else the rea
 describe(fusion) -> a frozen dataclass for `explain`. They look at the kinds of operations and at
 their dependencies; none of them knows any model's pattern. A backend's `plan` then says whether it
 has such a kernel.
+
+pointwise.py, rows.py, layout.py, grouped_gemm.py, collective.py
+                 the schedulers; product.py: fprop, dgrad and wgrad described as one
+pieces.py        pieces grow along edges while a scheduler accepts them
+segment.py       split: Fusion -> Segments, each with the reason why it begins there
+plan.py          what a backend decides about a piece: Plan or Refusal
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
                                                    import alone changes nothing
 
 Without a host compiler the same pass runs, and everything outside of the regions runs call by call.
+
+fusion_pass.py   the pass; compile_graph.py, config.py: Inductor with it
+dynamo.py        errors as they were raised; log_found.py: FUSION_MOE_LOG
 """
 
 from __future__ import annotations

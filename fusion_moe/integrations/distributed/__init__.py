@@ -7,6 +7,12 @@
 Each rank computes the contribution of its share of the weights to each token, and gets the sum over
 all ranks. Tokens are the same on all ranks, or each rank has its own (tokens="sharded"). Everything
 else in the model stays unchanged. docs/guides/distributed.md has a table.
+
+parallelize.py   `parallelize_`; shares.py: of experts or of features; states.py: in state dicts
+dispatch.py, all_to_all.py
+                 collectives around a module's forward
+symmetric.py     memory that ranks of a node share, for exchange inside the program
+clip.py          norms of gradients over ranks
 """
 
 from .clip import clip_grad_norm_

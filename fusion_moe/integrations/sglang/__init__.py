@@ -4,6 +4,8 @@
 
 SGLang calls `register`, the entry point in the group `sglang.srt.plugins`, in each of its
 processes; SGLANG_PLUGINS says which plug-ins it loads.
+
+config.py        who asks for it; experts.py: how weights are loaded, and the layer
 """
 
 from __future__ import annotations

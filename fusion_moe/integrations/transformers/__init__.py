@@ -8,6 +8,18 @@ its experts call our operations.
 
 The last two are for training and inference in the dtype of the weights, which remain the model's
 own parameters.
+
+loading.py       from_pretrained; share.py: what a rank reads; completeness.py: what was not read
+quantizer.py     hooks of transformers; config.py: quantization_config; registration.py: names
+replacements.py, sources.py, names.py, families.py
+                 which modules lie where in files
+tensors.py       from files to parameters and back; on_load.py: quantized on the way; saving.py
+adapters.py, trainer.py, resizing.py
+                 adapters, what Trainer saves, encoded heads
+experts.py, routers.py
+                 its modules by our operations
+decoding.py, bench.py, evaluation.py
+                 what the command line measures
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@
 
 vLLM calls `register`, the entry point in the group `vllm.general_plugins`, in each of its
 processes; VLLM_PLUGINS says which plug-ins it loads.
+
+config.py        who asks for it; names.py, states.py, log.py: of vLLM's
+modelopt.py, compressed_tensors.py, mxfp4.py, fp8.py, deepseek_v4.py, loading.py
+                 how weights are loaded
+experts.py, linear.py, lora.py
+                 the layers, and adapters of requests; exchange.py: ranks with tokens of their own
 """
 
 from __future__ import annotations
