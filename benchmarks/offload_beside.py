@@ -21,8 +21,8 @@ import torch
 from offload_layers import SPARE
 
 from fusion_moe import synchronize
-from fusion_moe.offload.desk import Desk
 from fusion_moe.offload.device import Device
+from fusion_moe.offload.requester import Requester
 from fusion_moe.offload.worker import Worker
 from fusion_moe.runtime.host_memory import bandwidth
 
@@ -61,16 +61,16 @@ class Beside:
 def beside(model: str, device: Device, of_token: int) -> Beside:
     """Of a layer all of whose experts are on the device, and SPARE free slots after them."""
     home, threads = device.home, Worker.of_process().threads
-    desk = Desk(home, torch.bfloat16)
+    requester = Requester(home, torch.bfloat16)
     read = bandwidth.of(threads).reader(*home.tensors.values())
     x, w = torch.ones(of_token, home.features).bfloat16(), torch.ones(of_token, 1)
     ids = cycle(torch.arange(home.experts // of_token * of_token).view(-1, of_token, 1))
 
     def cpu() -> float:
-        before = desk.busy()
-        if desk.computed(x, next(ids), w) is None:
+        before = requester.busy()
+        if requester.computed(x, next(ids), w) is None:
             raise RuntimeError("the worker did not compute")
-        return of_token * home.nbytes / (desk.busy() - before)
+        return of_token * home.nbytes / (requester.busy() - before)
 
     def loop() -> float:
         start = time.perf_counter_ns()

@@ -11,7 +11,7 @@ cache.py         which experts are on the device; moves.py: which replace which
 split.py         which misses are copied, which computed; machine.py, turnaround.py: how fast
 device.py        what a layer asks of a device; cuda.py, launches.py, kernels/: a GPU;
                  pretended.py: the CPU in place of one
-worker.py, desk.py
+worker.py, requester.py
                  who computes what a device hands over; pinned.py: memory that it reads
 folder.py        experts that memory has no room for
 """

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..errors import WorkerError
 from ..runtime import cuda, store
 from ..runtime.host_memory import bandwidth
-from .desk import Desk
 from .device import Home
+from .requester import Requester
 from .split import Constants
 
 _MANY = 256  # rows, whose products take longer than reading an expert
@@ -112,12 +112,12 @@ def of_gpu(device: str, home: Home) -> Machine:
 
 
 def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine:
-    desk = Desk(home, torch.bfloat16)
-    (many,) = _products(home, desk, 1, rows=_MANY)  # first: it wakes the CPU up
-    start, expert = _line(home, desk)
+    requester = Requester(home, torch.bfloat16)
+    (many,) = _products(home, requester, 1, rows=_MANY)  # first: it wakes the CPU up
+    start, expert = _line(home, requester)
     rows = max(many - expert, many / 2)  # of all but the first one
     _, alone = _of_line(home, *(median(_copies(home, copy, n)) for n in (1, _some(home))))
-    copy_beside, cpu_beside = _beside(home, desk, copy)
+    copy_beside, cpu_beside = _beside(home, requester, copy)
     return Machine(
         cpu=home.nbytes * 1e9 / expert,
         cpu_beside=home.nbytes * 1e9 / cpu_beside,
@@ -133,9 +133,9 @@ def _some(home: Home) -> int:
     return max(2, min(_SOME, home.experts))
 
 
-def _line(home: Home, desk: Desk) -> tuple[float, float]:
+def _line(home: Home, requester: Requester) -> tuple[float, float]:
     """Nanoseconds that the CPU's products take to begin, and for each expert."""
-    return _of_line(home, *_products(home, desk, 1, _some(home)))
+    return _of_line(home, *_products(home, requester, 1, _some(home)))
 
 
 def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
@@ -145,7 +145,7 @@ def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
     return max(one - expert, 1000), expert
 
 
-def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float]:
+def _products(home: Home, requester: Requester, *counts: int, rows: int = 1) -> list[float]:
     """The nanoseconds that the worker computes so many rows of each of so many experts, which are
     others in each call. Counts take turns, so that what slows the machine slows them alike.
 
@@ -158,10 +158,10 @@ def _products(home: Home, desk: Desk, *counts: int, rows: int = 1) -> list[float
         for found, count in zip(times, counts, strict=True):
             ids = torch.arange(first, first + count).repeat_interleave(rows)[:, None]
             x = torch.ones(len(ids), home.features, dtype=torch.bfloat16)
-            before = desk.busy()
-            if desk.computed(x, ids % home.experts, torch.ones(len(ids), 1)) is None:
+            before = requester.busy()
+            if requester.computed(x, ids % home.experts, torch.ones(len(ids), 1)) is None:
                 raise WorkerError("the worker did not compute", where="offload")
-            found.append(float(desk.busy() - before))
+            found.append(float(requester.busy() - before))
             first += count
     return [median(found[2:]) for found in times]  # the first ones learn the form
 
@@ -176,7 +176,7 @@ def _copies(home: Home, copy: Copy, count: int) -> list[float]:
     return times[1:]
 
 
-def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
+def _beside(home: Home, requester: Requester, copy: Copy) -> tuple[float, float]:
     """Nanoseconds of a copy and of the CPU's products of an expert while both run."""
     end, copies = threading.Event(), list[float]()
 
@@ -187,7 +187,7 @@ def _beside(home: Home, desk: Desk, copy: Copy) -> tuple[float, float]:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work)
         try:
-            _, cpu = _line(home, desk)
+            _, cpu = _line(home, requester)
         finally:
             end.set()
         other.result()  # raises what went wrong there

@@ -24,7 +24,7 @@ from ..runtime.turns import Turns
 from . import launches
 from .launches import Kernel, Parts
 from .pinned import Staging
-from .worker import Model, Worker, letters
+from .worker import Model, Worker, request_buffers
 
 COPYING, HANDING = 16, 8  # blocks: so many reach what PCIe has
 PUTTING, UNPACKING = 1024, 256
@@ -34,7 +34,7 @@ _COUNTS = "steps", "hits", "copied_rows", "computed_rows", "copied", "computed",
 
 
 class Shared:
-    """A mailbox and the memory of rows beside it, which the layers of one model use in turn.
+    """A request ring and the memory of rows beside it, which the layers of one model use in turn.
 
     capacity: rows of a step that the worker may compute, at most, each of `features` numbers of a
     dtype. limit: seconds.
@@ -50,15 +50,15 @@ class Shared:
     ):
         self.capacity, self.dtype, self.device, self.limit = capacity, dtype, device, limit
         self.features = features
-        self.staging = Staging(letters(capacity, features * dtype.itemsize))
+        self.staging = Staging(request_buffers(capacity, features * dtype.itemsize))
         self.turns = Turns(device)
         self.model: Model = Worker.of_process().model(self.staging)
         self.exchange = torch.zeros(4, dtype=torch.int64, device=device)  # of kernels/step.cuh
 
     @property
-    def letters(self) -> list[int]:
-        """`Letters` of kernels/handover.cuh."""
-        return [self.staging.addresses[name] for name in letters(0, 0)]
+    def buffers(self) -> list[int]:
+        """`RequestBuffers` of kernels/handover.cuh."""
+        return [self.staging.addresses[name] for name in request_buffers(0, 0)]
 
 
 class Moves:
@@ -122,7 +122,7 @@ class Moves:
         numbers += [ids.numel(), self.experts, self.cached, self.spare, ids.data_ptr()]
         numbers += [self.tables.data_ptr(), self.version.data_ptr(), *step, *self._costs, fault]
         numbers += [ids.shape[1], x[0].nbytes, self.layer, x.data_ptr(), ids.data_ptr()]
-        numbers += [0 if w is None else w.data_ptr(), *step, *self.shared.letters]
+        numbers += [0 if w is None else w.data_ptr(), *step, *self.shared.buffers]
         self._begin(ids.dtype, dtype)(stream, numbers)
         return self._placed[: ids.numel()].view(ids.shape)
 
@@ -133,7 +133,13 @@ class Moves:
         stream, (tokens, slots) = cuda.stream(self.device), slot_of.shape
         sums, at = y.new_empty(tokens, y.shape[1]), 0 if w is None else w.data_ptr()
         numbers = [tokens, int(self.shared.limit * 1e9), slot_of.data_ptr(), at]
-        numbers += [y.data_ptr(), sums.data_ptr(), *self._step, *self.shared.letters, self._fault]
+        numbers += [
+            y.data_ptr(),
+            sums.data_ptr(),
+            *self._step,
+            *self.shared.buffers,
+            self._fault,
+        ]
         dtype = torch.float32 if w is None else w.dtype
         pieces = tokens * y[0].nbytes // 16
         self._end(dtype, slots)(stream, numbers, blocks=-(-pieces // launches.SUMMING))

@@ -16,9 +16,9 @@ from torch import Tensor
 from .. import options
 from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
-from .desk import CAPACITY, Desk
 from .device import Counters, Home, decide
 from .machine import copy_alone
+from .requester import CAPACITY, Requester
 from .split import Constants, Split
 from .steps import Steps
 
@@ -38,7 +38,7 @@ class Pretended:
         self._tables = torch.full((2, home.experts), -1, dtype=torch.int32)
         self._version = 0
         self._uses = torch.zeros(home.experts, dtype=torch.int64)
-        self._desks: dict[Any, Desk | None] = {}
+        self._requesters: dict[Any, Requester | None] = {}
         self._running = threading.Lock()  # steps of one layer, which share spare slots
 
     @property
@@ -98,13 +98,13 @@ class Pretended:
         y[slot_of[missed].long()] = made
 
     def _hand_over(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        """The host's rows, by the worker if they fit into the mailbox."""
+        """The host's rows, by the worker if they fit into the request ring."""
         # after a fork the child has a worker of its own
         key = x.dtype, os.getpid(), options.current()
-        if key not in self._desks:
-            self._desks[key] = _desk_of(self.home, x.dtype)
-        desk = self._desks[key]
-        made = desk.computed(x, ids, w) if desk and len(x) <= CAPACITY else None
+        if key not in self._requesters:
+            self._requesters[key] = _requester_of(self.home, x.dtype)
+        requester = self._requesters[key]
+        made = requester.computed(x, ids, w) if requester and len(x) <= CAPACITY else None
         return self.home.compute(x, ids, w) if made is None else made
 
     def _count(self, decided: Split, uses: Tensor, places: Tensor) -> None:
@@ -138,9 +138,9 @@ class Pretended:
         return found
 
 
-def _desk_of(home: Home, dtype: torch.dtype) -> Desk | None:
+def _requester_of(home: Home, dtype: torch.dtype) -> Requester | None:
     """None where no C++ computes these experts."""
     try:
-        return Desk(home, dtype)
+        return Requester(home, dtype)
     except (UnsupportedError, BuildError):
         return None

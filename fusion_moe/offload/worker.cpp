@@ -1,10 +1,10 @@
 // The worker: a thread that computes rows which GPUs hand over, inside one team of threads.
 //
-// It looks at the mailboxes of all models. While one is in use it does so all the time, in a
+// It looks at the request rings of all models. While one is in use it does so all the time, in a
 // parallel region whose helpers wait for loops; after a while without work it leaves the region and
 // naps, longer and longer. A submitter on the CPU wakes it; a GPU cannot, nor need it.
 //
-// Python registers mailboxes, layers and programs, and the worker never calls Python.
+// Python registers request rings, layers and programs, and the worker never calls Python.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "launch_plan.h"
-#include "mailbox.cuh"
+#include "request_ring.cuh"
 #include "team.h"
 
 namespace offload {
@@ -89,41 +89,41 @@ struct Layer {
     i64 busy = 0;  // nanoseconds
 };
 
-// A mailbox, the memory beside it, and what answers it. Programs are for more and more rows.
+// A request ring, the memory beside it, and what answers it. Programs are for more and more rows.
 struct Model {
-    Mailbox* box;
+    RequestRing* ring;
     char *rows, *ids, *weights, *results;
     std::vector<std::unique_ptr<Program>> programs;
     std::vector<Layer> layers;
     u64 seen = 0;
 
     explicit Model(Numbers& said)
-        : box(said.address<Mailbox>()),
+        : ring(said.address<RequestRing>()),
           rows(said.address<char>()),
           ids(said.address<char>()),
           weights(said.address<char>()),
           results(said.address<char>()) {}
 
-    bool waits() const { return acquire(box->posted) != seen; }
+    bool waits() const { return acquire(ring->posted) != seen; }
 
     void answer(Team& team, std::vector<char>& memory) {
-        seen = acquire(box->posted);
-        box->refused = !compute(team, memory);
-        release(box->answered, seen);
+        seen = acquire(ring->posted);
+        ring->refused = !compute(team, memory);
+        release(ring->answered, seen);
     }
 
   private:
     bool compute(Team& team, std::vector<char>& memory) {
-        if (box->layer < 0 || box->layer >= static_cast<i64>(layers.size()) || box->rows < 0)
+        if (ring->layer < 0 || ring->layer >= static_cast<i64>(layers.size()) || ring->rows < 0)
             return false;
-        Layer& layer = layers[static_cast<std::size_t>(box->layer)];
+        Layer& layer = layers[static_cast<std::size_t>(ring->layer)];
         auto program = static_cast<std::size_t>(layer.program);
         while (program < programs.size() && programs[program] &&
-               programs[program]->rows < box->rows)
+               programs[program]->rows < ring->rows)
             ++program;
         if (program >= programs.size() || !programs[program]) return false;
         const Program& found = *programs[program];
-        for (i64 row = box->rows; row < found.rows; ++row)
+        for (i64 row = ring->rows; row < found.rows; ++row)
             reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
         if (!layer.stored.empty()) read_ahead(layer);
         char* const given[] = {rows, ids, weights};
@@ -135,7 +135,7 @@ struct Model {
 
     void read_ahead(const Layer& layer) const {
         const auto* const first = reinterpret_cast<const i32*>(ids);
-        std::vector<i32> named(first, first + box->rows);
+        std::vector<i32> named(first, first + ring->rows);
         std::sort(named.begin(), named.end());
         named.erase(std::unique(named.begin(), named.end()), named.end());
         for (const i32 expert : named)
@@ -160,8 +160,8 @@ class Worker {
 
     Model* add(Numbers& said) {
         auto made = std::make_unique<Model>(said);
-        release(made->box->gone, 0);
-        made->seen = acquire(made->box->posted);
+        release(made->ring->gone, 0);
+        made->seen = acquire(made->ring->posted);
         const std::lock_guard lock(mutex_);
         models_.push_back(std::move(made));
         return models_.back().get();
@@ -194,7 +194,7 @@ class Worker {
 
     void remove(Model* model) {
         const std::lock_guard lock(mutex_);
-        release(model->box->gone, 1);
+        release(model->ring->gone, 1);
         models_.erase(std::find_if(models_.begin(), models_.end(),
                                    [=](const auto& m) { return m.get() == model; }));
     }
@@ -231,7 +231,7 @@ class Worker {
             nap = std::min(nap + nap / 16, LAST_NAP);
         }
         const std::lock_guard lock(mutex_);
-        for (const auto& model : models_) release(model->box->gone, 1);
+        for (const auto& model : models_) release(model->ring->gone, 1);
     }
 
     bool waits() {
@@ -322,9 +322,9 @@ void offload_wake(Worker* worker) { worker->wake(); }
 // What a GPU does, by a thread: hands over rows that lie in the model's memory. How often that was
 // done.
 unsigned long long offload_submit(Worker* worker, Model* model, int layer, int rows) {
-    const unsigned long long number = model->box->posted + 1;
-    model->box->layer = layer, model->box->rows = rows;
-    release(model->box->posted, number);
+    const unsigned long long number = model->ring->posted + 1;
+    model->ring->layer = layer, model->ring->rows = rows;
+    release(model->ring->posted, number);
     worker->wake();
     return number;
 }
@@ -333,11 +333,11 @@ unsigned long long offload_submit(Worker* worker, Model* model, int layer, int r
 // kernels/handover.cuh has it.
 int offload_await(Model* model, unsigned long long number, long long limit) {
     const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-    for (Spin spin; acquire(model->box->answered) < number; spin()) {
-        if (acquire(model->box->gone)) return 1;
+    for (Spin spin; acquire(model->ring->answered) < number; spin()) {
+        if (acquire(model->ring->gone)) return 1;
         if (std::chrono::steady_clock::now() - start > std::chrono::nanoseconds(limit)) return 2;
     }
-    return model->box->refused ? 3 : 0;
+    return model->ring->refused ? 3 : 0;
 }
 
 // A program that makes nothing: what handing over takes by itself.

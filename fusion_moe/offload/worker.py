@@ -1,9 +1,9 @@
 """The worker: a native thread (worker.cpp) that computes rows which GPUs hand over.
 
     worker = Worker.of_process()                        # one for all models; started if needed
-    model = worker.model(staging)                       # a mailbox, and the memory beside it
+    model = worker.model(staging)                       # a request ring, and the memory beside it
     programs = model.programs([(rows, plan), ...])    # for more and more rows
-    number = model.layer(programs, weights)             # which kernels put into the mailbox
+    number = model.layer(programs, weights)             # which kernels put into the request ring
 
 A model is removed when nothing refers to it any more, the worker ends with the process. After a
 fork the child has none: it starts its own.
@@ -55,7 +55,7 @@ class Worker:
             return found
 
     def model(self, staging: Staging) -> Model:
-        """Registers a mailbox: `staging` has those arrays that `letters` names."""
+        """Registers a request ring: `staging` has those arrays that `request_buffers` names."""
         return Model(self, staging)
 
     def pause(self, still: bool = True) -> None:
@@ -64,11 +64,11 @@ class Worker:
 
 
 class Model:
-    """What the worker knows of a model: a mailbox, programs and layers."""
+    """What the worker knows of a model: a request ring, programs and layers."""
 
     def __init__(self, worker: Worker, staging: Staging):
         self.worker, self.staging = worker, staging
-        addresses = [staging.tensors[name].data_ptr() for name in letters(0, 0)]
+        addresses = [staging.tensors[name].data_ptr() for name in request_buffers(0, 0)]
         self.handle = library().offload_model(worker.handle, *_numbers(addresses))
         self._kept: list[object] = []
         # keeps both: neither ends before it
@@ -105,18 +105,18 @@ class Model:
 
     def submit(self, layer: int, rows: int) -> int:
         """Hands over rows that lie in the staging memory, as a GPU does. The number of the
-        letter.
+        request.
         """
         return int(library().offload_submit(self.worker.handle, self.handle, layer, rows))
 
-    def wait(self, letter: int, seconds: float) -> str:
+    def wait(self, request: int, seconds: float) -> str:
         """Waits for its answer. Why there is none; "" if there is."""
-        found = library().offload_await(self.handle, letter, int(seconds * 1e9))
+        found = library().offload_await(self.handle, request, int(seconds * 1e9))
         return WHY.get(found, "")
 
 
-def letters(rows: int, row_bytes: int) -> dict[str, int]:
-    """The bytes of the arrays of a mailbox for so many rows."""
+def request_buffers(rows: int, row_bytes: int) -> dict[str, int]:
+    """The bytes of the arrays of a request ring for so many rows."""
     return {
         "box": 256,
         "rows": rows * row_bytes,

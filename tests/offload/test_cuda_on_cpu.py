@@ -151,7 +151,7 @@ def test_a_step_without_misses_leaves_the_host_alone(monkeypatch):
     found = offloaded(plain, E, COMPUTES)
     moves, named = found.device.moves, torch.tensor([1, 2, 0])
     moves.parts._memory[2::9] = 0  # of homes
-    monkeypatch.setattr(Shared, "letters", property(lambda self: [0] * 5))
+    monkeypatch.setattr(Shared, "buffers", property(lambda self: [0] * 5))
     for count in (1, 3, 16):
         x, ids, w = tokens(count, seed=count)
         ids = named[ids % 3]
@@ -159,7 +159,7 @@ def test_a_step_without_misses_leaves_the_host_alone(monkeypatch):
             assert torch.equal(found(x, ids, w), plain(x, ids, w))
     c = found.counters
     assert (c.steps, c.misses, c.copied, c.cpu_ns, c.wait_ns) == (9, 0, 0, 0, 0)
-    assert int(moves.shared.exchange[0]) == 0  # letters
+    assert int(moves.shared.exchange[0]) == 0  # requests
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])

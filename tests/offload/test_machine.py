@@ -11,9 +11,9 @@ from fusion_moe import options
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.offload import machine
-from fusion_moe.offload.desk import Desk
 from fusion_moe.offload.device import Home
 from fusion_moe.offload.machine import EXPECTED, Machine, copy_alone
+from fusion_moe.offload.requester import Requester
 from fusion_moe.offload.worker import library
 
 pytestmark = pytest.mark.once
@@ -70,11 +70,11 @@ def test_measured_once(tmp_path):
 
 def test_products_are_timed_by_the_worker():
     """What an expert takes by the constants is what steps pay: no call from Python is in it."""
-    desk = Desk(Home(made_layer(16, 256, 128)), torch.bfloat16)
+    requester = Requester(Home(made_layer(16, 256, 128)), torch.bfloat16)
     x, ids, w = torch.ones(1, 256, dtype=torch.bfloat16), torch.zeros(1, 1).long(), torch.ones(1, 1)
-    before = desk.busy()
-    desk.computed(x, ids, w)
-    assert desk.busy() > before
+    before = requester.busy()
+    requester.computed(x, ids, w)
+    assert requester.busy() > before
 
 
 def test_constants():

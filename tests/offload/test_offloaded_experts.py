@@ -25,7 +25,7 @@ from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import Experts, swiglu
 from fusion_moe.nn.lora.adapter import add_lora_
-from fusion_moe.offload import desk
+from fusion_moe.offload import requester
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.experts import OffloadedExperts
 from fusion_moe.offload.pretended import Pretended
@@ -124,7 +124,7 @@ def test_a_worker_that_is_gone_or_late(monkeypatch, caplog):
     """The step is whole nevertheless, and says so once."""
     own = Worker(1)
     monkeypatch.setattr(Worker, "_of_process", own)
-    monkeypatch.setattr(desk, "LIMIT", 0.05)
+    monkeypatch.setattr(requester, "LIMIT", 0.05)
     plain, args = experts(E, H, I), tokens(6)
     found, want = offloaded(plain, COMPUTES), plain(*args)
     assert found(*args).equal(want)

@@ -1,4 +1,4 @@
-"""The worker: answers a mailbox, says when it is gone, and ends with its process or its models."""
+"""The worker: answers requests, says when it is gone, and ends with its process or its models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own():
 
 def empty_model(of: Worker) -> tuple[worker.Model, int]:
     """A model whose programs make nothing."""
-    model = of.model(Staging(worker.letters(ROWS, 2 * H), pin=False))
+    model = of.model(Staging(worker.request_buffers(ROWS, 2 * H), pin=False))
     return model, model.layer(model.programs([(ROWS, worker.nothing(ROWS))]), [])
 
 
@@ -69,7 +69,7 @@ class Layer:
 
 
 def test_rows_are_those_of_the_operation(own):
-    layer = Layer(own.model(Staging(worker.letters(ROWS, 2 * H), pin=False)))
+    layer = Layer(own.model(Staging(worker.request_buffers(ROWS, 2 * H), pin=False)))
     g = torch.Generator().manual_seed(1)
     for rows in (1, 3, ROWS, 2):
         layer.x.copy_(torch.randn(ROWS, H, generator=g))
@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_operation(own):
 
 
 def test_bad_input_is_refused_and_the_worker_goes_on(own):
-    layer = Layer(own.model(Staging(worker.letters(ROWS, 2 * H), pin=False)))
+    layer = Layer(own.model(Staging(worker.request_buffers(ROWS, 2 * H), pin=False)))
     layer.ids.fill_(E)
     assert "bad input" in layer.model.wait(layer.model.submit(layer.number, 2), 20)
     layer.ids.fill_(0)
@@ -115,10 +115,10 @@ def test_a_worker_that_ended_is_told_at_once():
 def test_a_late_worker_is_given_up(own):
     model, layer = empty_model(own)
     own.pause()
-    letter = model.submit(layer, 1)
-    assert "too long" in model.wait(letter, 0.05)
+    request = model.submit(layer, 1)
+    assert "too long" in model.wait(request, 0.05)
     own.pause(False)
-    assert model.wait(letter, 20) == ""
+    assert model.wait(request, 20) == ""
 
 
 def test_models_come_and_go_while_others_are_used(own):

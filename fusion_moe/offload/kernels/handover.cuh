@@ -8,8 +8,8 @@
 namespace {
 
 // Where the worker finds rows, and leaves what it makes of them: memory of the host.
-struct Letters {
-    Mailbox* box;
+struct RequestBuffers {
+    RequestRing* ring;
     u8* rows;  // [rows, width]
     i32* ids;  // [rows]
     float* weights;
@@ -25,7 +25,7 @@ struct HandOver {
     const Id* ids;          // [tokens, slots]
     const Weight* weights;  // the same; null: ones
     Step step;
-    Letters letters;
+    RequestBuffers buffers;
 
     // listed: the ids whose rows they are
     __device__ __forceinline__ void run(i32 first, i32 rows, const i32* listed) const {
@@ -35,16 +35,16 @@ struct HandOver {
 #pragma unroll 1
         for (i32 row = i32(blockIdx.x) - first; row < rows; row += blocks) {
             const i32 from = listed[row];
-            copy(letters.rows + row * row_bytes, x + from / i32(slots) * row_bytes);
+            copy(buffers.rows + row * row_bytes, x + from / i32(slots) * row_bytes);
             if (threadIdx.x != 0) continue;
-            letters.ids[row] = i32(ids[from]);
-            letters.weights[row] = weights ? widen(weights[from]) : 1.f;
+            buffers.ids[row] = i32(ids[from]);
+            buffers.weights[row] = weights ? widen(weights[from]) : 1.f;
         }
         __syncthreads();
         if (threadIdx.x != 0 || add_ticket(&exchange.ticket) + 1 < u32(blocks)) return;
         exchange.ticket = 0, ++exchange.epoch;
-        letters.box->layer = i32(layer), letters.box->rows = rows;
-        store_release_system(&letters.box->posted, exchange.epoch);
+        buffers.ring->layer = i32(layer), buffers.ring->rows = rows;
+        store_release_system(&buffers.ring->posted, exchange.epoch);
     }
 
   private:
@@ -67,7 +67,7 @@ struct EndStep {
     const Weight* weights;  // the same; null: ones
     T *y, *sums;            // [tokens * SLOTS, WIDTH], [tokens, WIDTH]
     Step step;
-    Letters letters;
+    RequestBuffers buffers;
     i64* error;
 
     __device__ __forceinline__ void run() const {
@@ -103,7 +103,7 @@ struct EndStep {
                 for (int s = 0; s < AT_ONCE; ++s) {
                     from[s] = first + s < SLOTS ? step.handed[id + first + s] : NOWHERE;
                     if (from[s] >= 0)
-                        made[s] = load_vector<V>(reinterpret_cast<const T*>(letters.results) +
+                        made[s] = load_vector<V>(reinterpret_cast<const T*>(buffers.results) +
                                                  from[s] * WIDTH + j);
                 }
 #pragma unroll
@@ -133,14 +133,14 @@ struct EndStep {
 
     __device__ __forceinline__ bool wait(u64 epoch) const {
         const u64 start = now();
-        for (u32 turn = 1; load_relaxed_system(&letters.box->answered) < epoch; ++turn) {
+        for (u32 turn = 1; load_relaxed_system(&buffers.ring->answered) < epoch; ++turn) {
             if (turn % 16) continue;  // a load takes a microsecond
-            if (load_relaxed_system(&letters.box->gone)) return fail(GONE, start);
+            if (load_relaxed_system(&buffers.ring->gone)) return fail(GONE, start);
             if (now() - start > u64(limit)) return fail(LATE, start);
         }
-        load_acquire_system(&letters.box->answered);
+        load_acquire_system(&buffers.ring->answered);
         step.counts->waited += now() - start;
-        return letters.box->refused ? fail(REFUSED, start) : true;
+        return buffers.ring->refused ? fail(REFUSED, start) : true;
     }
 
     __device__ __forceinline__ bool fail(Why why, u64 start) const {

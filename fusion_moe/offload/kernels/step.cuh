@@ -1,7 +1,7 @@
 // What the kernels of a step tell each other, in memory of the GPU.
 #pragma once
 
-#include "mailbox.cuh"
+#include "request_ring.cuh"
 #include "system.cuh"
 
 namespace {

@@ -278,11 +278,11 @@ int main() {
     std::puts("silent");
     lost<4>(OF_BACK, true, [](auto& rank) { rank.dispatch(); });
     std::puts("dead");
-    lost<3>(OF_LETTER, false, [](auto& rank) {
+    lost<3>(OF_HANDSHAKE, false, [](auto& rank) {
         rank.peers[1] = 6;  // another layer
         rank.dispatch();
     });
-    lost<2>(OF_LETTER, true, [](auto& rank) {
+    lost<2>(OF_HANDSHAKE, true, [](auto& rank) {
         rank.most = 8;
         rank.tokens = 8;
         rank.dispatch();

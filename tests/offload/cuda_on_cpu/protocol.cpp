@@ -1,5 +1,5 @@
-// Rows go through the mailbox between two threads: the worker, and one that runs the kernels of a
-// GPU. Prints a word for each part; anything else is a fault.
+// Rows go through the request ring between two threads: the worker, and one that runs the kernels
+// of a GPU. Prints a word for each part; anything else is a fault.
 #include "worker.cpp"
 // after it, since it has names of its own
 #include <cstdio>
@@ -30,11 +30,11 @@ int plus(char* const* arrays, const long long* sizes, const long long*, void*) {
 }
 
 struct Gpu {
-    Mailbox box{};
+    RequestRing box{};
     alignas(64) float rows[ROWS][WIDTH]{}, results[ROWS][WIDTH]{}, x[T][WIDTH]{}, y[ROWS][WIDTH]{},
         sums[T][WIDTH]{};
-    i32 letter_ids[ROWS]{};
-    float letter_weights[ROWS]{}, w[T][K]{}, of[E]{};
+    i32 request_ids[ROWS]{};
+    float request_weights[ROWS]{}, w[T][K]{}, of[E]{};
     i64 ids[T][K]{}, error = 0;
     Exchange exchange{};
     Counts counts{};
@@ -42,8 +42,8 @@ struct Gpu {
     i64 limit = 20'000'000'000;
 
     Step step() { return {&exchange, &counts, placed, handed, uses}; }
-    Letters letters() {
-        return {&box, reinterpret_cast<u8*>(rows), letter_ids, letter_weights,
+    RequestBuffers request_buffers() {
+        return {&box, reinterpret_cast<u8*>(rows), request_ids, request_weights,
                 reinterpret_cast<u8*>(results)};
     }
 
@@ -53,14 +53,14 @@ struct Gpu {
                                    &tables[0][0], &version, step(), {}, &error};
         const HandOver<i64, float> hand_over{
             K,          sizeof(x[0]), 0,      reinterpret_cast<const u8*>(x),
-            &ids[0][0], &w[0][0],     step(), letters()};
+            &ids[0][0], &w[0][0],     step(), request_buffers()};
         launch(4, [=] {
             i32 memory[3 * E + 2 * ROWS];
             const auto found = find.run(memory);
             if (blockIdx.x >= 1) hand_over.run(1, found.rows, found.ids);
         });
-        const EndStep<float, float, K, WIDTH> end{T,           limit,  slot_of,   nullptr, &y[0][0],
-                                                  &sums[0][0], step(), letters(), &error};
+        const EndStep<float, float, K, WIDTH> end{
+            T, limit, slot_of, nullptr, &y[0][0], &sums[0][0], step(), request_buffers(), &error};
         launch(3, [=] { end.run(); });
     }
 };
@@ -69,7 +69,7 @@ int run() {
     static Gpu gpu;
     Worker* const worker = offload_start(1, 200);
     const long long addresses[] = {(long long)&gpu.box, (long long)gpu.rows,
-                                   (long long)gpu.letter_ids, (long long)gpu.letter_weights,
+                                   (long long)gpu.request_ids, (long long)gpu.request_weights,
                                    (long long)gpu.results};
     Model* const model = offload_model(worker, addresses, 5);
     std::vector<long long> said{2};

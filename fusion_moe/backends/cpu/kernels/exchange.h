@@ -29,7 +29,7 @@ class Region {
         u64 epoch, limit, broken;
     };
     // From another rank, in front of its ids. tag, form: what must be the same on all ranks.
-    struct Letter {
+    struct Handshake {
         u64 tokens, tag, form, unused[13];
     };
     static constexpr i64 CHUNKS = 256, PIECES = 16, SLOTS = 32;  // at most 64 ranks
@@ -40,7 +40,7 @@ class Region {
                              8 * PIECES * ranks,
                              8 * CHUNKS * ranks,
                              8 * CHUNKS * ranks,
-                             i64(sizeof(Letter)) * ranks,
+                             i64(sizeof(Handshake)) * ranks,
                              4 * SLOTS * tokens * ranks,
                              4 * SLOTS * tokens * ranks,
                              row * tokens * ranks};
@@ -58,7 +58,7 @@ class Region {
     u64& rows_flag(i64 rank, i64 chunk) const { return section<u64>(2)[rank * CHUNKS + chunk]; }
     u64& sums_flag(i64 rank, i64 chunk) const { return section<u64>(3)[rank * CHUNKS + chunk]; }
     // Of a rank, in a call.
-    Letter& letter(i64 rank, u64 call) const { return section<Letter>(4, call)[rank]; }
+    Handshake& handshake(i64 rank, u64 call) const { return section<Handshake>(4, call)[rank]; }
     i32* ids(i64 rank, u64 call) const { return section<i32>(5, call) + rank * tokens_ * SLOTS; }
     float* weights(i64 rank, u64 call) const {
         return section<float>(6, call) + rank * tokens_ * SLOTS;
@@ -139,12 +139,12 @@ class Call {
         return holders(of_token) >> rank & 1;
     }
 
-    Region::Letter letter(i64 tokens) const {
+    Region::Handshake handshake(i64 tokens) const {
         return {u64(tokens), u64(peers_[1]) << 32 | u64(each), u64(slots) << 32 | u64(row), {}};
     }
 
     bool agrees(i64 rank) {
-        const Region::Letter mine = letter(0), other = region().letter(rank, epoch_);
+        const Region::Handshake mine = handshake(0), other = region().handshake(rank, epoch_);
         const bool fits = i64(other.tokens) <= each;
         return other.tag == mine.tag && other.form == mine.form && fits ? true
                                                                         : fail(DISAGREES, rank);
@@ -190,7 +190,7 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     const u64 n = call.number();
     call.all_ranks([&](i64 rank) {
         const Region to = call.region(rank);
-        to.letter(call.here, n) = call.letter(tokens);
+        to.handshake(call.here, n) = call.handshake(tokens);
         const i64 count = tokens * slots;
         std::transform(ids, ids + count, to.ids(call.here, n), [](Id id) { return i32(id); });
         std::transform(w, w + count, to.weights(call.here, n), [](W v) { return widen(v); });
@@ -213,7 +213,7 @@ bool dispatch(const X* x, const Id* ids, const W* w, const i64* peers, i64 ranks
     std::fill(all_ids, all_ids + ranks * each * slots, -1);
     return call.all_ranks([&](i64 rank) {
         if (!call.wait(own.ids_flag(rank, 0), Call::IDS, rank) || !call.agrees(rank)) return false;
-        const i64 there = i64(own.letter(rank, n).tokens), first = rank * each;
+        const i64 there = i64(own.handshake(rank, n).tokens), first = rank * each;
         for (i64 p = 1; p < call.pieces(there); ++p)
             if (!call.wait(own.ids_flag(rank, p), Call::IDS, rank)) return false;
         ends[rank] = i32(first + there);

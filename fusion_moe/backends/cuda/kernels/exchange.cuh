@@ -5,11 +5,11 @@
 // call.
 //
 // A call of all ranks, there or back, is an epoch. A rank counts epochs in its own region, since a
-// CUDA graph that is replayed repeats its arguments. A letter tells its epoch; these are compared,
-// and never reset. All ranks make the same calls in one order, and end none before all have begun
-// it: when one begins an epoch, all others have begun the one before, and so ended what is before
-// that. What ranks send has two places, for even and for odd epochs: so nothing is overwritten
-// before it was taken.
+// CUDA graph that is replayed repeats its arguments. A handshake tells its epoch; these are
+// compared, and never reset. All ranks make the same calls in one order, and end none before all
+// have begun it: when one begins an epoch, all others have begun the one before, and so ended what
+// is before that. What ranks send has two places, for even and for odd epochs: so nothing is
+// overwritten before it was taken.
 //
 // A call is a kernel. Its first blocks send, and wait for nobody before they have sent everything;
 // the others take what these and other ranks send, and the first help them in the end. All run at
@@ -36,14 +36,14 @@ struct Header {
 };
 
 // What a rank says of its call: all but the tokens is equal on all ranks.
-struct Letter {
+struct Handshake {
     u64 tokens;  // epoch << 32 | tokens
     u64 tag, form;
     u64 epoch;  // after all that is before
     u64 unused[12];
 };
 
-enum Phase : u32 { OF_IDS = 1, OF_ROWS = 2, OF_BACK = 3, OF_LETTER = 4, NO_ROOM = 5 };
+enum Phase : u32 { OF_IDS = 1, OF_ROWS = 2, OF_BACK = 3, OF_HANDSHAKE = 4, NO_ROOM = 5 };
 
 constexpr u32 NOTHING = 0xFFFFFFFF;
 
@@ -122,8 +122,8 @@ struct Call {
     }
     __device__ __forceinline__ Header& header() const { return *at<Header>(rank(), 0); }
     // Of an epoch.
-    __device__ __forceinline__ Letter& letter(i32 at_rank, i32 of, u64 epoch) const {
-        return at<Letter>(at_rank, half(epoch))[of];
+    __device__ __forceinline__ Handshake& handshake(i32 at_rank, i32 of, u64 epoch) const {
+        return at<Handshake>(at_rank, half(epoch))[of];
     }
     // Of token t of rank s, whose part of a section is in one place whatever `most` is: ranks may
     // be in the next call. A slot is an id and a weight.
@@ -185,27 +185,27 @@ struct Call {
     __device__ __forceinline__ void greet(i32 tokens, u64 epoch, Phase phase) const {
         if (epoch == 0 || blockIdx.x < BLOCKS - 1) return;
         for (i32 i = threadIdx.x; i < RANKS - 1; i += blockDim.x) {
-            Letter& letter = this->letter(served(i), rank(), epoch);
-            store_relaxed_system(&letter.tokens, epoch << 32 | u64(tokens));
-            letter.tag = tag(), letter.form = form();
-            store_release_system(&letter.epoch, epoch);
+            Handshake& handshake = this->handshake(served(i), rank(), epoch);
+            store_relaxed_system(&handshake.tokens, epoch << 32 | u64(tokens));
+            handshake.tag = tag(), handshake.form = form();
+            store_release_system(&handshake.epoch, epoch);
         }
         for (i32 i = threadIdx.x; i < RANKS - 1; i += blockDim.x) {
             const i32 from = served(i);
-            const Letter& letter = this->letter(rank(), from, epoch);
+            const Handshake& handshake = this->handshake(rank(), from, epoch);
             const u64 start = now();
-            const auto told = [&] { return load_relaxed_system(&letter.epoch) == epoch; };
+            const auto told = [&] { return load_relaxed_system(&handshake.epoch) == epoch; };
             if (!until(told, phase, [=] { return from; })) continue;
-            load_acquire_system(&letter.epoch);
-            if (letter.tag != tag() || letter.form != form()) fail(OF_LETTER, from, start);
+            load_acquire_system(&handshake.epoch);
+            if (handshake.tag != tag() || handshake.form != form()) fail(OF_HANDSHAKE, from, start);
         }
     }
     // How many tokens a rank has in its call; -1 if that did not come.
     __device__ __forceinline__ i32 tokens_of(i32 from, u64 epoch, Phase phase) const {
-        const Letter& letter = this->letter(rank(), from, epoch);
+        const Handshake& handshake = this->handshake(rank(), from, epoch);
         u64 said = 0;
         const auto told = [&] {
-            said = load_relaxed_system(&letter.tokens);
+            said = load_relaxed_system(&handshake.tokens);
             return said >> 32 == (epoch & 0xFFFFFFFF);
         };
         const bool good = epoch && until(told, phase, [=] { return from; });
@@ -276,7 +276,7 @@ struct Call {
     }
 
     static constexpr i64 HALVES = ALIGN,
-                         IDS = aligned(RANKS * sizeof(Letter));  // after a half's begin
+                         IDS = aligned(RANKS * sizeof(Handshake));  // after a half's begin
 };
 
 // Rows of 16-byte pieces: the FIRST of each are in one array, the REST in another.

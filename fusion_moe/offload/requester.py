@@ -1,4 +1,4 @@
-"""Rows for the worker from a thread of the CPU."""
+"""Requests to the worker from a thread of the CPU, as kernels make them (cuda.py)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..messages.warn import warn_once
 from .cuda import host_program
 from .device import Home
 from .pinned import Staging
-from .worker import Worker, letters
+from .worker import Worker, request_buffers
 
 CAPACITY = 512  # rows that the worker gets at once; more are computed without it
 LIMIT = 10.0  # seconds that it has for them
 
 
-class Desk:
-    """Rows of one layer through a mailbox to the worker, as a GPU hands them over: its thread sees
-    them by flags alone.
+class Requester:
+    """Rows of one layer, which the worker computes: they go through a request ring, as those of a
+    GPU do, whose flags are all that its thread sees.
     """
 
     @torch.inference_mode(False)  # later calls, in whatever mode, write there
     def __init__(self, home: Home, dtype: torch.dtype):
         row = home.features * dtype.itemsize
-        self._model = Worker.of_process().model(Staging(letters(CAPACITY, row), pin=False))
+        self._model = Worker.of_process().model(Staging(request_buffers(CAPACITY, row), pin=False))
         tensors = self._model.staging.tensors
         self._rows, self._results = (
             tensors[name].view(dtype).view(CAPACITY, -1) for name in ("rows", "results")
