@@ -62,7 +62,7 @@ def scaling() -> Iterator[Bar]:
 
 
 def offloading() -> Iterator[Bar]:
-    head, *rows = tables("performance/offload.md")[1]
+    head, *rows = tables("performance/offload.md")[0]
     for sizes, there, tokens, *cells in rows:
         us = dict(zip(head[3:], cells, strict=True))
         for way in ("split", "cpu", "copy") if tokens == "4" else ():
