@@ -37,9 +37,9 @@ class Target:
     quantize the rows that they make; matrix_scales: those for which the kernel that quantizes a
     matrix can choose the scale of the whole. folded_from: for a device and [G, N, K], from how many
     rows a matrix on average weights in few bits that are there in FP8 too are read as those.
-    turned_columns: encodings along rows of groups whose codes products over rows read by columns
-    (`turn_runs`), on the GPU that programs are planned for. sends_sums: whether the kernel that
-    sends tokens' sums to other ranks also makes them.
+    transposed_columns: encodings along rows of groups whose codes products over rows read by
+    columns (`transpose_row_blocks`), on the GPU that programs are planned for. sends_sums: whether
+    the kernel that sends tokens' sums to other ranks also makes them.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Target:
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
     folded_from: Callable[[torch.device, int, int, int], float] | None = None
-    turned_columns: Callable[[], tuple[str, ...]] = tuple
+    transposed_columns: Callable[[], tuple[str, ...]] = tuple
     matrix_scales: tuple[str, ...] = ()
     sends_sums: bool = False
 

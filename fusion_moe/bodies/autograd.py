@@ -142,7 +142,7 @@ def _by_columns(with_: options.Options, device: torch.device) -> bool:
     """Whether products over rows read codes by columns there."""
     to = find(with_.target, device)
     with options.using(with_):
-        return device.type == "cuda" and bool(to.turned_columns())
+        return device.type == "cuda" and bool(to.transposed_columns())
 
 
 def run(

@@ -270,7 +270,9 @@ def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     save the parts, those of transposed matrices, or codes by columns) or make these values.
     """
     by_seeds = dependent(later, seeds)
-    made = [op for op in later if op.kind.name in ("unpack", "turn", "turn_runs")]
+    made = [
+        op for op in later if op.kind.name in ("unpack", "transpose_blocks", "transpose_row_blocks")
+    ]
     parts = [v for op in made for v in op.outputs if v not in by_seeds]
     return made_again(later, parts)
 

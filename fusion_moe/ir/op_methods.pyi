@@ -308,18 +308,18 @@ class Ops:
         """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie
         along rows of groups
         """
-    def turn(self, codes: Value, scales: Value, /) -> tuple[Value, Value]:
+    def transpose_blocks(self, codes: Value, scales: Value, /) -> tuple[Value, Value]:
         """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of
         each row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and
         [G, K, N/128]; N and K multiples of 32, last blocks may be short
         """
-    def turn_runs(self, codes: Value, ends: Value, /) -> Value:
+    def transpose_row_blocks(self, codes: Value, ends: Value, /) -> Value:
         """codes f8e4m3[M/g, K] in blocks of 128 rows of each group, K a multiple of 32 ->
         f8e4m3[ceil(M/128) + G, K, 128]: those of each column of a block follow each other,
-        columns in the order that `runs.turn_runs` has
+        columns in the order that `runs.transpose_row_blocks` has
         """
-    def turn_back(self, turned: Value, ends: Value, /, rows: Dim) -> Value:
-        """The result of turn_runs -> its codes f8e4m3[M/g, K]; rows: M/g"""
+    def untranspose_row_blocks(self, turned: Value, ends: Value, /, rows: Dim) -> Value:
+        """The result of transpose_row_blocks -> its codes f8e4m3[M/g, K]; rows: M/g"""
     def grouped_swizzle(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately
         in the layout

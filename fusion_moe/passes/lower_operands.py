@@ -59,14 +59,14 @@ def _multiplied_as_codes(op: Op, target: Target) -> bool:
 
 def _by_columns(op: Op, target: Target) -> bool:
     """The same of a product over rows."""
-    encodings = target.turned_columns() if op.kind.name == "grouped_outer" else ()
+    encodings = target.transposed_columns() if op.kind.name == "grouped_outer" else ()
     operands = [v.type for v in op.values[:2]]
     return all(t.dtype in encodings and eight_bits.by_codes(t.shape[1]) for t in operands)
 
 
 def _is_turned(fd: FusionDefinition, v: Value) -> bool:
     made = fd.producer(v)
-    return made is not None and fd.producer(made.values[0], "turn_back") is not None
+    return made is not None and fd.producer(made.values[0], "untranspose_row_blocks") is not None
 
 
 def _rule(
@@ -81,7 +81,9 @@ def _rule(
         if op.kind.name == "grouped_mm_t":
             made = fd.producer(w)
             assert made is not None
-            w = fd.ops.pack(*fd.ops.turn(*made.values), encoding=w.type.dtype, layout="linear")
+            w = fd.ops.pack(
+                *fd.ops.transpose_blocks(*made.values), encoding=w.type.dtype, layout="linear"
+            )
         return [fd.ops.grouped_mm(a, w, inputs[2])]
     if _by_columns(op, target):
         a, b, ends = inputs

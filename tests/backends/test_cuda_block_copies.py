@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_moe.backends.cuda.launch import KERNELS
 from fusion_moe.encodings import FP8_COLUMNS, FP8_E8M0, FP8_ROWS, quantize
-from fusion_moe.ir.kinds.runs import quantize_runs, turn_runs
+from fusion_moe.ir.kinds.runs import quantize_runs, transpose_row_blocks
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SIZES = (130, 0, 33, 128, 3)
@@ -81,7 +81,7 @@ def test_rows_of_groups(kernels, sizes):
     """From one read; and from codes of an earlier one."""
     x, ends = numbers(sum(SIZES) + 6, sizes[0]), torch.tensor(SIZES).cumsum(0).int()
     codes, scales = quantize_runs(x, ends, FP8_COLUMNS)
-    turned = turn_runs(codes, ends, FP8_COLUMNS)
+    turned = transpose_row_blocks(codes, ends, FP8_COLUMNS)
     want = [*quantize(x, FP8_ROWS), turned, scales]
     assert_same_bits(made(kernels.runs, (x, ends, len(x)), want), want)
     assert_same_bits(made(kernels.turned, (codes, ends, len(x)), [turned]), [turned])

@@ -24,7 +24,7 @@ from fusion_moe.encodings import (
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
-from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs, turn_back
+from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs, untranspose_row_blocks
 from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear, swiglu
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling
@@ -138,11 +138,11 @@ def test_codes_by_columns(sizes, made_here, columns):
     if made_here:
         rows, of = fd.ops.unpack(fd.ops.quantize(rows, groups, encoding=FP8_COLUMNS.name))
         fd.add_output(of)
-    fd.add_output(fd.ops.turn_runs(rows, groups))
+    fd.add_output(fd.ops.transpose_row_blocks(rows, groups))
     program = program_of(text(fd.fusion()), torch.device("cuda"))
     assert [k.why for k in program.kernels if k.why] == []
     *of_blocks, turned = program([(x if made_here else codes).cuda(), ends.cuda()])
-    back = turn_back(turned, ends.cuda(), len(x), FP8_COLUMNS)[: sum(sizes)]
+    back = untranspose_row_blocks(turned, ends.cuda(), len(x), FP8_COLUMNS)[: sum(sizes)]
     assert_same_bits(
         [back.cpu(), *(t.cpu() for t in of_blocks)], [codes[: sum(sizes)], scales][: 1 + made_here]
     )
@@ -162,7 +162,7 @@ def test_blocks_both_ways(of, n, k):
     x = torch.where((x := numbers_of_all_sizes(3 * n, k)).isinf(), 1, x).bfloat16().view(3, n, k)
     fd = FusionDefinition()
     parts = fd.ops.unpack(fd.ops.quantize(fd.from_pytorch(x), encoding=of.name))
-    for part in (*parts, *fd.ops.turn(*parts)):
+    for part in (*parts, *fd.ops.transpose_blocks(*parts)):
         fd.add_output(part)
     assert_bits_of_the_reference(fd.fusion(), x)
 
@@ -172,7 +172,7 @@ def test_blocks_both_ways(of, n, k):
 def test_turned_blocks(of, n, k):
     codes, scales = quantize(numbers_of_all_sizes(3 * n, k).clamp(-9, 9).view(3, n, k), of)
     fd = FusionDefinition()
-    for part in fd.ops.turn(fd.from_pytorch(codes), fd.from_pytorch(scales)):
+    for part in fd.ops.transpose_blocks(fd.from_pytorch(codes), fd.from_pytorch(scales)):
         fd.add_output(part)
     assert_bits_of_the_reference(fd.fusion(), codes, scales)
 

@@ -107,8 +107,13 @@ def program():
         "straight_through": ([weight, dense], {"how": "exact"}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
-        "turn_back": (
-            [fd.ops.turn_runs(fd.ops.partition(tensor(m, 32, dtype="f8e4m3"), ends), ends), ends],
+        "untranspose_row_blocks": (
+            [
+                fd.ops.transpose_row_blocks(
+                    fd.ops.partition(tensor(m, 32, dtype="f8e4m3"), ends), ends
+                ),
+                ends,
+            ],
             {"rows": m / g},
         ),
         "grouped_swizzle": (

@@ -230,7 +230,9 @@ def test_products_that_a_target_multiplies_as_codes(k, n, by_columns):
         assert [[v.type.dtype for v in op.values[:2]] for op in codes] == [["fp8_rows", "fp8_e8m0"]]
         kinds = [op.kind.name for op in lowered.ops]
         turned = [0, 2 - by_columns] if backward else [1, int(by_columns)]
-        assert [kinds.count(name) for name in ("turn", "turn_runs")] == turned
+        assert [
+            kinds.count(name) for name in ("transpose_blocks", "transpose_row_blocks")
+        ] == turned
         assert str(lower_operands(lowered, TARGETS["cuda"])) == str(lowered)
         for found, want in zip(evaluate(lowered, *inputs), evaluate(fusion, *inputs), strict=True):
             near(found.float(), want.float())

@@ -48,7 +48,14 @@ INDICES = {
     **{
         f"{kind}.ends": ENDS
         for kind in (
-            *("partition", "zero_rest", "turn_runs", "turn_back", "dequantize", "relayout"),
+            *(
+                "partition",
+                "zero_rest",
+                "transpose_row_blocks",
+                "untranspose_row_blocks",
+                "dequantize",
+                "relayout",
+            ),
             *("grouped_swizzle", "grouped_mm", "grouped_mm_t", "grouped_outer"),
             *("group_add", "group_mul", "group_sum"),
         )

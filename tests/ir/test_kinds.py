@@ -788,16 +788,20 @@ def test_straight_through_is_the_weight():
     assert torch.equal(found, loops.decoded(*quantize(x + 1, NVFP4)))
 
 
-@about("turn")
+@about("transpose_blocks")
 @pytest.mark.parametrize("encoding", ["fp8_e8m0", "fp8_blocks_f32"])
 def test_turned_blocks_are_those_of_the_transpose(encoding):
     w = 3 * torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0))
-    found = run(lambda fd, *parts: fd.ops.turn(*parts)[0], *quantize(w, ENCODINGS[encoding]))
-    scales = run(lambda fd, *parts: fd.ops.turn(*parts)[1], *quantize(w, ENCODINGS[encoding]))
+    found = run(
+        lambda fd, *parts: fd.ops.transpose_blocks(*parts)[0], *quantize(w, ENCODINGS[encoding])
+    )
+    scales = run(
+        lambda fd, *parts: fd.ops.transpose_blocks(*parts)[1], *quantize(w, ENCODINGS[encoding])
+    )
     assert_same_bits([*found, *scales], list(quantize(w.mT.contiguous(), ENCODINGS[encoding])))
 
 
-@about("turn_runs", "turn_back")
+@about("transpose_row_blocks", "untranspose_row_blocks")
 @given(partitions())
 def test_codes_by_columns(partition):
     """Those of each group by itself, padded with zero rows. Column 8 q + 2 b + e of each 32 is at
@@ -811,8 +815,8 @@ def test_codes_by_columns(partition):
 
     def build(fd, codes, offs):
         rows, ends = in_groups(fd, codes, offs)
-        turned = fd.ops.turn_runs(rows, ends)
-        return turned, fd.ops.turn_back(turned, ends, rows=rows.type.shape[0])
+        turned = fd.ops.transpose_row_blocks(rows, ends)
+        return turned, fd.ops.untranspose_row_blocks(turned, ends, rows=rows.type.shape[0])
 
     turned, back = run(build, codes, partition.ends)
     first = 0

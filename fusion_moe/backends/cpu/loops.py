@@ -403,7 +403,7 @@ class _Writer(SegmentWriter):
             "}",
         ]
 
-    def _turn(self, op: Op) -> list[str]:
+    def _transpose_blocks(self, op: Op) -> list[str]:
         """Row m of all transposed matrices is column k of one; the scale of a block stands in each
         of its rows.
         """
@@ -447,7 +447,7 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
     "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
     "decode_scale": _Writer._decode_scale,
     "quantize": _Writer._quantize,
-    "turn": _Writer._turn,
+    "transpose_blocks": _Writer._transpose_blocks,
     "grouped_swizzle": _Writer._grouped_swizzle,
 }
 

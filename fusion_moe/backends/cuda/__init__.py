@@ -154,7 +154,7 @@ def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
     return table_of(cuda.facts()).change("folded", of)
 
 
-def _turned_columns() -> tuple[str, ...]:
+def _transposed_columns() -> tuple[str, ...]:
     """Those of wgrads whose kernels run on the GPU."""
     return () if cuda.facts().why_not(fp8.Fp8Wgrad.needs) else fp8.COLUMNS
 
@@ -175,7 +175,7 @@ BACKEND = Backend(
             quantized_results=fp8.ROWS,
             matrix_scales=(NVFP4.name,),
             folded_from=_folded_from,
-            turned_columns=_turned_columns,
+            transposed_columns=_transposed_columns,
             sends_sums=True,
         ),
     ),

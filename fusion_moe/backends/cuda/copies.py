@@ -139,13 +139,13 @@ def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
 
 def _turned(fusion: Fusion, codes: Value | None) -> Value | None:
     """The only reading of codes, if that is by columns."""
-    turn = fusion.only_reader(codes, "turn_runs") if codes else None
+    turn = fusion.only_reader(codes, "transpose_row_blocks") if codes else None
     return turn.outputs[0] if turn else None
 
 
 def _both_ways(fusion: Fusion, parts: Sequence[Value]) -> tuple[Value, ...]:
     """The parts of transposed matrices, if these are in the segment."""
-    turns = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "turn")
+    turns = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "transpose_blocks")
     return next((r.outputs for r in turns if r.values == tuple(parts)), ())
 
 

@@ -295,14 +295,14 @@ class Fp8Wgrad(Wgrad):
     needs = (*gemm.NEEDS, "clusters")
 
     def _find_operands(self) -> None:
-        """UnsupportedError unless `turn_runs` made their codes."""
+        """UnsupportedError unless `transpose_row_blocks` made their codes."""
         plan, made = self.plan, self.fusion.producers
         self.dtype = "bf16"
         self._turned, self._scales = list[Value](), list[Value]()
         for v in (plan.product.a, plan.product.b):
             parts = [] if v not in made else list(made[v].values)
             back = made.get(parts[0]) if len(parts) == 2 else None
-            if back is None or back.kind.name != "turn_back":
+            if back is None or back.kind.name != "untranspose_row_blocks":
                 raise UnsupportedError(f"{v.name} {v.type} over rows has no kernel here")
             self._turned.append(back.values[0])
             self._scales.append(parts[1])

@@ -27,7 +27,10 @@ from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "grouped_swizzle")
-_TURNING = {"turn": block_copies.turning, "turn_runs": block_copies.turning_runs}
+_TURNING = {
+    "transpose_blocks": block_copies.turning,
+    "transpose_row_blocks": block_copies.turning_runs,
+}
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
 
@@ -46,7 +49,8 @@ class Loops(Source):
         whole = [
             v
             for op in fusion.ops
-            if op.kind.name in (*MADE_FIRST, "turn", "turn_runs", "decode_scale")
+            if op.kind.name
+            in (*MADE_FIRST, "transpose_blocks", "transpose_row_blocks", "decode_scale")
             or op in (*self.sums, *self.saved)
             for v in self._made.get(op, op.outputs)
         ]

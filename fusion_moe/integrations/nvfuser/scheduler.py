@@ -287,9 +287,9 @@ NEVER = {
     "place": "place: nvFuser's gather reads outside of the table where an id names no expert",
     "routing_map": "routing_map: nvFuser has no such operation",
     "straight_through": "straight_through: canonicalize drops it before a backend sees it",
-    "turn": "turn: nvFuser does not permute codes and scales together",
-    "turn_runs": "turn_runs: nvFuser does not transpose groups of rows by themselves",
-    "turn_back": "turn_back: nvFuser does not transpose groups of rows by themselves",
+    "transpose_blocks": "transpose_blocks: nvFuser does not permute codes and scales together",
+    "transpose_row_blocks": "transpose_row_blocks: nvFuser does not transpose groups of rows",
+    "untranspose_row_blocks": "untranspose_row_blocks: nvFuser does not transpose groups of rows",
 } | {
     name: f"{name}: nvFuser leaves open which of equal scores it chooses"
     for name in ("topk_ids", "topk_weights", "topk_weights_backward")

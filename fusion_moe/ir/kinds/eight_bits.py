@@ -169,7 +169,7 @@ def copy_of_weight(fd: Any, weight: Value, activation_format: str) -> Sequence[V
     """
     family, _ = BY_FORMAT[activation_format]
     made = fd.ops.unpack(fd.ops.quantize(weight, encoding=family.along(-1, True).name))
-    return [*made, *(fd.ops.turn(*made) if _turns(family, weight.type) else [])]
+    return [*made, *(fd.ops.transpose_blocks(*made) if _turns(family, weight.type) else [])]
 
 
 def _turns(family: Family, weight: TensorType) -> bool:
@@ -184,7 +184,9 @@ def _turned(fd: Any, w: Value) -> Value:
     if held is not None and len(held.values) > 2:
         return held.values[2]
     packed = fd.producer(in_parts(fd, w))
-    return fd.ops.pack(*fd.ops.turn(*packed.values), encoding=w.type.dtype, layout="linear")
+    return fd.ops.pack(
+        *fd.ops.transpose_blocks(*packed.values), encoding=w.type.dtype, layout="linear"
+    )
 
 
 def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -211,14 +213,16 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _are_turned(*copies: Value) -> bool:
-    """Whether the codes of copies along rows are stored by `turn_runs`."""
+    """Whether the codes of copies along rows are stored by `transpose_row_blocks`."""
     return all(v.type.encoding is FP8_COLUMNS and by_codes(v.type.shape[1]) for v in copies)
 
 
 def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
     """A copy along rows rebuilt from its scales and its codes by columns."""
     codes, scales = fd.producer(in_parts(fd, copied)).values
-    back = fd.ops.turn_back(fd.ops.turn_runs(codes, ends), ends, rows=copied.type.shape[0])
+    back = fd.ops.untranspose_row_blocks(
+        fd.ops.transpose_row_blocks(codes, ends), ends, rows=copied.type.shape[0]
+    )
     return fd.ops.pack(back, scales, encoding=copied.type.dtype, layout="linear")
 
 

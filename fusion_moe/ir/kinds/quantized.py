@@ -38,8 +38,8 @@ from .runs import (
     in_runs,
     part_shape,
     quantize_runs,
-    turn_back,
-    turn_runs,
+    transpose_row_blocks,
+    untranspose_row_blocks,
 )
 
 ENCODED_FROM = ("f32", "bf16", "f16")
@@ -338,7 +338,7 @@ def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [None, dy, *[None] * len(op.values[2:])]
 
 
-def _turn_type(codes: TensorType, scales: TensorType) -> Types:
+def _transpose_blocks_type(codes: TensorType, scales: TensorType) -> Types:
     """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of each
     row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128];
     N and K multiples of 32, last blocks may be short
@@ -356,16 +356,16 @@ def _turn_type(codes: TensorType, scales: TensorType) -> Types:
     return codes.with_(shape=(groups, k, n)), scales.with_(shape=(groups, k, -(-n // block)))
 
 
-def _turn(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _transpose_blocks(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     block, turned = FP8_E8M0.block, as_bytes(codes).mT.contiguous()
     of_blocks = as_bytes(scales)[:, ::block].mT.repeat_interleave(block, 1)[:, : turned.shape[1]]
     return turned.view(codes.dtype), of_blocks.contiguous().view(scales.dtype)
 
 
-def _turn_runs_type(codes: TensorType, ends: TensorType) -> Types:
+def _transpose_row_blocks_type(codes: TensorType, ends: TensorType) -> Types:
     """codes f8e4m3[M/g, K] in blocks of 128 rows of each group, K a multiple of 32 ->
     f8e4m3[ceil(M/128) + G, K, 128]: those of each column of a block follow each other, columns in
-    the order that `runs.turn_runs` has
+    the order that `runs.transpose_row_blocks` has
     """
     need_rank("the codes", codes, 2)
     need_dtype("the codes", codes, "f8e4m3")
@@ -376,11 +376,11 @@ def _turn_runs_type(codes: TensorType, ends: TensorType) -> Types:
     return (TensorType((blocks, codes.shape[1], block), codes.dtype),)
 
 
-def _turn_back_type(turned: TensorType, ends: TensorType, rows: Dim) -> Types:
-    """The result of turn_runs -> its codes f8e4m3[M/g, K]; rows: M/g"""
+def _untranspose_row_blocks_type(turned: TensorType, ends: TensorType, rows: Dim) -> Types:
+    """The result of transpose_row_blocks -> its codes f8e4m3[M/g, K]; rows: M/g"""
     need_rank("the codes", turned, 3)
     codes = TensorType((rows, turned.shape[1]), turned.dtype)
-    (wanted,) = _turn_runs_type(codes, ends)
+    (wanted,) = _transpose_row_blocks_type(codes, ends)
     if turned.shape != wanted.shape:
         raise ShapeError(f"codes {turned} of {rows} rows", expected=str(wanted))
     return (codes,)
@@ -477,17 +477,17 @@ TABLE = (
         role="quantize",
     ),
     OpKind("dequantize", _dequantize_type, _dequantize, role="quantize"),
-    OpKind("turn", _turn_type, _turn, role="layout", outputs=2),
+    OpKind("transpose_blocks", _transpose_blocks_type, _transpose_blocks, role="layout", outputs=2),
     OpKind(
-        "turn_runs",
-        _turn_runs_type,
-        lambda codes, ends: (turn_runs(codes, ends, FP8_COLUMNS),),
+        "transpose_row_blocks",
+        _transpose_row_blocks_type,
+        lambda codes, ends: (transpose_row_blocks(codes, ends, FP8_COLUMNS),),
         role="layout",
     ),
     OpKind(
-        "turn_back",
-        _turn_back_type,
-        lambda turned, ends, rows: (turn_back(turned, ends, rows, FP8_COLUMNS),),
+        "untranspose_row_blocks",
+        _untranspose_row_blocks_type,
+        lambda turned, ends, rows: (untranspose_row_blocks(turned, ends, rows, FP8_COLUMNS),),
         view=True,
         role="view",
     ),

@@ -19,7 +19,7 @@ from ...layouts.layout import as_bytes
 from ..sizes import AnySize, ceildiv
 from ..types import Dim, Rows
 
-IN_TILES = 32  # columns that `turn_runs` puts into another order
+IN_TILES = 32  # columns that `transpose_row_blocks` puts into another order
 
 
 def part_shape(encoding: Encoding, part: Part, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -58,7 +58,9 @@ def dequantize_runs(q: Quantized, ends: torch.Tensor) -> torch.Tensor:
     return torch.where((block < count)[:, None], numbers, 0)
 
 
-def turn_runs(codes: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+def transpose_row_blocks(
+    codes: torch.Tensor, ends: torch.Tensor, encoding: Encoding
+) -> torch.Tensor:
     """codes [M, K], ends i32[G] -> [ceil(M/128) + G, K, 128], zeros where a block has no row;
     columns as `_in_tiles` has them.
     """
@@ -70,10 +72,10 @@ def turn_runs(codes: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> to
     return _in_tiles(turned).contiguous().view(codes.dtype)
 
 
-def turn_back(
+def untranspose_row_blocks(
     turned: torch.Tensor, ends: torch.Tensor, rows: int, encoding: Encoding
 ) -> torch.Tensor:
-    """What `turn_runs` was given; zeros past the last end."""
+    """What `transpose_row_blocks` was given; zeros past the last end."""
     _, slots = _blocks(rows, ends, encoding)
     codes = _in_tiles(as_bytes(turned)).mT.flatten(0, 1)
     padded = torch.nn.functional.pad(codes, (0, 0, 0, 1))
