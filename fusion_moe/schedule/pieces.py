@@ -16,8 +16,8 @@ from .product import some_may_be_added
 
 
 class Pieces:
-    """The operations of a Fusion in disjoint pieces. Views that are not outputs belong to no piece:
-    every piece that reads one has a copy.
+    """The operations of a Fusion in disjoint pieces. Views, and group ends in nvFuser's form, that
+    are not outputs belong to no piece: every piece that reads one has a copy.
 
     apart: pairs of operations that no piece may contain together, each with the reason; an
     operation paired with itself is a piece by itself.
@@ -29,7 +29,7 @@ class Pieces:
         self.ops = [
             op
             for op in fusion.ops
-            if not op.kind.view or any(v in fusion.outputs for v in op.outputs)
+            if not _copied(op) or any(v in fusion.outputs for v in op.outputs)
         ]
         self.piece = {op: frozenset([op]) for op in self.ops}
 
@@ -219,16 +219,16 @@ class Pieces:
         return [p for p in found if p != members]
 
     def _sources(self, op: Op) -> list[Op]:
-        """The operations, views looked through, that an operation reads from."""
+        """The operations, copied ones looked through, that an operation reads from."""
         found: list[Op] = []
         for v in op.values:
             source = self.fusion.producer(v)
             if source is not None:
-                found += self._sources(source) if source.kind.view else [source]
+                found += self._sources(source) if _copied(source) else [source]
         return list(dict.fromkeys(found))
 
     def _readers(self, op: Op) -> list[Op]:
-        """The operations, views looked through, that read from an operation."""
+        """The operations, copied ones looked through, that read from an operation."""
         found: list[Op] = []
         for v in op.outputs:
             for reader in self.fusion.readers.get(v, ()):
@@ -236,13 +236,13 @@ class Pieces:
         return list(dict.fromkeys(found))
 
     def part(self, ops: Iterable[Op]) -> Fusion:
-        """These operations and the views that they read, as a Fusion whose inputs are the values
-        read from outside. It writes over none.
+        """These operations and the copied ones that they read, as a Fusion whose inputs are the
+        values read from outside. It writes over none.
         """
         own = set(ops)
         members = set(own)
         for op in own:
-            self._add_views(op, members)
+            self._add_copied(op, members)
         ordered = sorted(members, key=self.place.__getitem__)
         made = {v for op in ordered for v in op.outputs}
         inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
@@ -252,12 +252,12 @@ class Pieces:
         roles = {v: self.fusion.role(v) for v in inputs}
         return Fusion(inputs, tuple(ordered), outputs, roles)
 
-    def _add_views(self, op: Op, members: set[Op]) -> None:
+    def _add_copied(self, op: Op, members: set[Op]) -> None:
         for v in op.values:
             source = self.fusion.producer(v)
-            if source is not None and source.kind.view and source not in members:
+            if source is not None and _copied(source) and source not in members:
                 members.add(source)
-                self._add_views(source, members)
+                self._add_copied(source, members)
 
     def _read_outside(self, v: Value, members: set[Op]) -> bool:
         return v in self.fusion.outputs or any(
@@ -265,12 +265,17 @@ class Pieces:
         )
 
     def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
-        """Whether a reader is outside, or, if it is a view, whether anything that reads it is
+        """Whether a reader is outside, or, if it is copied, whether anything that reads it is
         outside.
         """
-        if not reader.kind.view:
+        if not _copied(reader):
             return reader not in members
         return any(self._read_outside(v, members) for v in reader.outputs)
+
+
+def _copied(op: Op) -> bool:
+    """Whether an operation takes less than to read what another kernel has made."""
+    return op.kind.view or op.kind.name == "problem_ends"
 
 
 def _widens(op: Op) -> bool:

@@ -60,7 +60,7 @@ from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import DTYPES, TensorType
-from fusion_moe.layouts import W16X64
+from fusion_moe.layouts import SF128X4, W16X64
 from fusion_moe.nn import activation, swiglu
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc, timeline
@@ -282,6 +282,24 @@ def product_of(
 
 
 sorted_rows = partial(product_of, "nvfp4", "bf16", "w16x64", n=1536, groups=128)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("groups", "rows"), [(1, 8), (8, 8), (33, 512)])
+@pytest.mark.parametrize("cuda_variant", ["auto", "small_m_4x2x4x1x1"])
+def test_products_read_groups_in_the_form_of_nvfuser(groups, rows, cuda_variant):
+    """No kernel comes before them, and they need no more memory than those that read ends."""
+    ints, n, k = partial(meta, dtype=torch.int32), 256, 512
+    codes, scale, factor = encoded("nvfp4", groups, n, k)
+    swizzled = meta(*SF128X4.storage_shape(scale.shape), dtype=scale.dtype)
+    args = meta(rows, k), codes.transpose(1, 2), swizzled, factor
+    args = *args, ints(groups), ints(groups), ints(groups, 3)
+    with options.override(cuda_variant=cuda_variant):
+        (seed,) = emitted(fusion_of_call("f16a_nvfp4weight_scaled_grouped_mm", *args))
+    (kernel,) = launches(seed.launch.source, rows)
+    assert kernel.reads_before_wait
+    assert "problem_ends" not in kernel.text
+    assert not spills(sass(build(kernel, H200)))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,21 @@ def arguments(device):
     return (x.to(device), fp4, *(t.to(device) for t in (SF128X4.forward(scale), decode, *ints)))
 
 
+def both(sizes, spare):
+    """Rows, then the other arguments of the product with linear scales and ends, and of OP."""
+    g, groups = torch.Generator().manual_seed(0), len(sizes)
+    w = torch.randn(groups, N, K, generator=g, dtype=torch.bfloat16)
+    codes, scale, decode = (t.cuda() for t in fusion_moe.ops.nvfp4_quantize(w))
+    m = torch.tensor(sizes, dtype=torch.int32)
+    starts, padded = (of.cumsum(0) - of for of in (m, (m + 127) // 128 * 128))
+    problem = torch.tensor([[size, N, K] for size in sizes])
+    fp4 = codes.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+    x = torch.randn(sum(sizes) + spare, K, generator=g).bfloat16().cuda()
+    ints = (t.int().cuda() for t in (starts, padded, problem))
+    linear = codes, scale, decode, m.cumsum(0).int().cuda()
+    return x, linear, [fp4, SF128X4.forward(scale), decode, *ints]
+
+
 def test_as_on_the_cpu():
     torch.testing.assert_close(
         OP(*arguments("cuda")).cpu(), OP(*arguments("cpu")), rtol=2e-2, atol=2e-2
@@ -77,6 +92,37 @@ def test_replays_read_the_problem_of_now():
         graph.replay()
         want = OP(*(t.cpu() for t in (x, *weight, starts, padded, sizes)))
         torch.testing.assert_close(found.cpu(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(5,), (0, 0, 0), (1,) * 33, (0, 7, 300, 0, 1, 129, 64), (2,) * 300]
+)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_the_bits_are_those_of_linear_scales(sizes, spare):
+    """For groups of any sizes, with rows of none after them."""
+    x, linear, given = both(sizes, spare)
+    with torch.inference_mode():
+        assert OP(x, *given).equal(torch.ops.fusion_moe.nvfp4_grouped_mm(x, *linear))
+        fusion_moe.synchronize()
+
+
+@pytest.mark.parametrize("groups", [1, 33, 300])
+def test_any_wrong_number_is_reported(groups):
+    """Of starts, padded starts, sizes, N or K, of the first group and the last."""
+    x, _, given = both((2,) * groups, 1)
+    starts, padded, problem = range(3, 6)
+    for argument, at in (
+        *((starts, g) for g in (0, groups - 1)),
+        *((padded, g) for g in (0, groups - 1)),
+        *((problem, (g, column)) for g in (0, groups - 1) for column in range(3)),
+    ):
+        for value in (-1, 5 * groups, 2**31 - 1):
+            wrong = [t.clone() for t in given]
+            wrong[argument][at] = value
+            with torch.inference_mode():
+                OP(x, *wrong)
+                with pytest.raises(GroupsError, match="does not fit offsets, problem_sizes and"):
+                    fusion_moe.synchronize()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,40 @@ def whole(fusion: Fusion, target: Target = CPU) -> str:
 # Meaning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_output", [False, True])
+def test_ends_of_a_problem_are_copied_into_each_segment(target, is_output):
+    """No kernel makes them for others: each computes them from what it is given."""
+    sizes, n = (3, 0, 6, 2), 32
+    fd = FusionDefinition()
+    x, w = (fd.define_tensor(shape=shape, dtype="bf16") for shape in ([12, n], [4, n, n]))
+    starts, problem, padded = (
+        fd.define_tensor(shape=shape, dtype="i32") for shape in ([4], [4, 3], [4])
+    )
+    ends = fd.groups_of_problem(starts, problem, padded, rows=12, n=n, k=n)
+    y = fd.partition_by(x, ends)
+    for _ in range(2):
+        y = fd.ops.cast(fd.ops.grouped_mm(y, w, ends), dtype="bf16")
+    for v in (y, ends) if is_output else (y,):
+        fd.add_output(v)
+    fusion = fd.fusion()
+    products = [s for s in split(fusion, TARGETS[target]) if s.kind == "grouped_gemm"]
+    assert len(products) == 2
+    for segment in products:
+        assert "problem_ends" in [op.kind.name for op in segment.fusion.ops]
+        assert not any(v.type.ends for v in (*segment.inputs, *segment.outputs))
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=g).bfloat16() for shape in ((12, n), (4, n, n))]
+    inputs += [
+        torch.tensor(of, dtype=torch.int32)
+        for of in ([0, 3, 3, 9], [[m, n, n] for m in sizes], [0, 128, 128, 256])
+    ]
+    want = evaluate(fusion, *inputs)
+    assert_same_bits(run_segments(fusion, TARGETS[target], *inputs), want)
+    for found, right in zip(fusion_moe.run(fusion, inputs), want, strict=True):
+        torch.testing.assert_close(found, right, rtol=2e-2, atol=0.2)
+
+
 @settings(max_examples=60)
 @given(programs(), st.sampled_from(("cpu", "sm_100")), st.sampled_from((0, 5)))
 def test_segments_do_what_the_fusion_does(fusion, target, tokens):

@@ -151,7 +151,7 @@ class Product(PlannedSource):
         """Routing; activations that are computed, or needed in fragment order; the product; sums of
         its rows.
         """
-        first = self.made_first(sizes, chosen.any_size)
+        first = self.made_first(sizes, chosen.any_size, without=self._problem)
         prologue = (
             []
             if chosen.reads_fragment_order
@@ -251,7 +251,7 @@ class Product(PlannedSource):
         carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous
         return replace(
             kernel,
-            blocks=blocks(size_class, rows, self.matrices),
+            blocks=blocks(size_class, rows, self.matrices) + self._checks_apart(variant),
             reads_before_wait=reads_before_wait,
             carveout_blocks=variant.per_sm if carveout else 0,
             title=str(size_class),
@@ -336,28 +336,37 @@ class Product(PlannedSource):
 
     @property
     def _routing(self) -> Op | None:
-        """The operation that makes the ends, if it is in this segment."""
-        return next(
-            (
-                op
-                for op in self.fusion.ops
-                if op.kind.name == "route" and op.outputs[0] is self.plan.ends
-            ),
-            None,
-        )
+        """The routing that makes the ends, if it is in this segment."""
+        made = self._maker_of_ends
+        return made if made and made.kind.name == "route" else None
 
     @property
     def _makes_ends(self) -> bool:
-        """Whether an operation in this segment makes the ends."""
-        made = (
-            op.outputs[0] for op in self.fusion.ops if op.kind.name in ("route", "problem_ends")
-        )
-        return self.plan.ends in made
+        """Whether another kernel of this segment makes the ends."""
+        return self._maker_of_ends is not None and self._problem is None
+
+    @property
+    def _maker_of_ends(self) -> Op | None:
+        """The operation that makes the ends, if it is in this segment."""
+        return self.fusion.producer(self.plan.ends)
+
+    @cached_property
+    def _problem(self) -> Op | None:
+        """The operation that makes the ends of the form that nvFuser has, if the product's kernels
+        read that form: no other kernel of this segment needs ends.
+        """
+        made = self._maker_of_ends
+        alone = self.matrix is not None and self.plan.combine is None
+        return made if alone and made and made.kind.name == "problem_ends" else None
 
     @property
     def _knows_ids(self) -> bool:
         """Whether this segment makes the ends from ids that are available before it."""
         return self._routing is not None and self._routing.values[0] not in self.plan.memory
+
+    def _checks_apart(self, variant: Variant) -> bool:
+        """Whether one more block checks the groups, which takes it longer than ends would."""
+        return self._problem is not None and not variant.persistent
 
     def _find(self) -> list[str]:
         """How a small-M kernel finds its tile: in ends, or in ids if it can."""
@@ -372,11 +381,9 @@ class Product(PlannedSource):
                 "if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, "
                 f"WAVE>({given}, number);"
             ]
-        report = (
-            "nullptr"
-            if self._routing
-            else ("blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr")
-        )
+        block = "gridDim.x - 1" if self._problem else "0"  # the former has no tile
+        report = f"blockIdx.x == {block} && threadIdx.x < 32 ? error : nullptr"
+        report = "nullptr" if self._routing else report
         return [
             "template <int TILE_M, int N_TILES, int WAVE>",
             "__device__ __forceinline__ TilePlace find(i32 number, const SizeClass& "
@@ -384,7 +391,7 @@ class Product(PlannedSource):
             *inner(
                 [
                     *by_ids,
-                    "return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(ends, "
+                    "return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(partition(), "
                     f"i32(rows()), size_class, number, {report});",
                 ]
             ),
@@ -405,11 +412,20 @@ class Product(PlannedSource):
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *([NO_ENDS] if plan.of_one_group else []),
+            self._partition(),
             *cols.functions(),
             "",
             *added.functions(self, plan),
             *self._results,
         ]
+
+    def _partition(self) -> str:
+        """How kernels find groups: ends, or what they are computed from."""
+        form, given = "const i32*", "ends"
+        if op := self._problem:
+            arrays = ", ".join(self.array(v, self.made_later) for v in op.values)
+            form, given = "Problem", f"{{{arrays}, {op.attrs['n']}, {op.attrs['k']}}}"
+        return f"__device__ __forceinline__ {form} partition() const {{ return {given}; }}"
 
     # Results for rows of groups -------------------------------------------------------------------
 

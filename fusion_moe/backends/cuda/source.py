@@ -358,9 +358,13 @@ class Source(Writer):
 
     # Operations that run first --------------------------------------------------------------------
 
-    def made_first(self, sizes: Sizes, any_size: bool = False) -> list[KernelSource]:
-        """Routers and routing; any_size: by kernels for any number of tokens."""
-        found, done = list[KernelSource](), set[Op]()
+    def made_first(
+        self, sizes: Sizes, any_size: bool = False, without: Op | None = None
+    ) -> list[KernelSource]:
+        """Routers and routing; any_size: by kernels for any number of tokens. without: an operation
+        that another kernel computes.
+        """
+        found, done = list[KernelSource](), {without}
         for op in (o for o in self.fusion.ops if o.kind.name in MADE_FIRST):
             if op in done:
                 continue

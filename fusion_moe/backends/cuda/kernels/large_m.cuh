@@ -173,7 +173,7 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
         }
         if (!size_class.reads_before_wait) griddepcontrol_wait();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class, error,
+        shared.scheduler.build(s.partition(), i32(s.rows()), N_TILES, size_class, error,
                                reinterpret_cast<i32*>(shared.stage));
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
             griddepcontrol_wait();

@@ -90,7 +90,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         if (threadIdx.x == 0) shared.turns.taken = TEAMS;
         if (!size_class.reads_before_wait) griddepcontrol_wait();
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class,
+        shared.scheduler.build(s.partition(), i32(s.rows()), N_TILES, size_class,
                                blockIdx.x == 0 ? s.error : nullptr,
                                reinterpret_cast<i32*>(shared.stage));
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous)

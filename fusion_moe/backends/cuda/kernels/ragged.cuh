@@ -137,6 +137,24 @@ __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends, i32
     }
 }
 
+// A partition as nvFuser's grouped products take it (groups.check_problem): starts [GROUPS],
+// sizes [GROUPS, 3], padded_starts [GROUPS]; of products with n out- and k in-features.
+struct Problem {
+    const i32 *starts, *sizes, *padded_starts;
+    i32 n, k;
+};
+
+// A group ends where the next one starts, as the reporting block checks.
+template <int GROUPS, int EACH>
+__device__ __forceinline__ void load_ends(i32 (&end)[EACH], const Problem& of, i32 rows) {
+    const i32 total = i32(u32(of.starts[GROUPS - 1]) + u32(of.sizes[3 * (GROUPS - 1)]));
+    load_ends<GROUPS>(end, of.starts, rows);
+    const i32 next = __shfl_down_sync(WHOLE_WARP, end[0], 1), first = threadIdx.x % 32 * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        end[i] = first + i >= GROUPS - 1 ? total : i + 1 < EACH ? end[i + 1] : next;
+}
+
 // The row before the first of a lane's groups.
 template <int EACH>
 __device__ __forceinline__ i32 start_of(const i32 (&end)[EACH]) {
@@ -146,7 +164,8 @@ __device__ __forceinline__ i32 start_of(const i32 (&end)[EACH]) {
 
 // Reports the first end that is below the one before it, negative, or past the rows.
 template <int GROUPS, int EACH>
-__device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64* error) {
+__device__ __forceinline__ void check_ends(const i32 (&end)[EACH], const i32*, i32 rows,
+                                           i64* error) {
     i32 least = start_of(end), bad = GROUPS, value = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -157,6 +176,28 @@ __device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64
     }
     const i32 first = __reduce_min_sync(WHOLE_WARP, bad);
     if (bad == first && bad < GROUPS) report(error, BAD_END, bad, value);
+}
+
+// The same of a problem: reports the first group that does not follow the one before it, or is of
+// another product. Each group is compared with the one before it alone, so nothing is added up.
+template <int GROUPS, int EACH>
+__device__ __forceinline__ void check_ends(const i32 (&)[EACH], const Problem& of, i32 rows,
+                                           i64* error) {
+    const auto padded = [](i64 m) { return (m + 127) / 128 * 128; };
+    i32 bad = GROUPS;
+#pragma unroll 4
+    for (i32 i = 0; i < 32 * EACH; i += 32) {
+        const i32 g = i + i32(threadIdx.x % 32), at = min(g, GROUPS - 1), before = max(at - 1, 0);
+        const i64 m = of.sizes[3 * at], above = g > 0 ? of.sizes[3 * before] : 0,
+                  end = g > 0 ? of.starts[before] + above : 0,
+                  stored = g > 0 ? of.padded_starts[before] + padded(above) : 0;
+        const bool fits = (of.starts[at] == end) & (m >= 0) & (end + m <= rows) &
+                          (of.sizes[3 * at + 1] == of.n) & (of.sizes[3 * at + 2] == of.k) &
+                          (of.padded_starts[at] == stored);
+        if (g < GROUPS && !fits) bad = min(bad, g);
+    }
+    const i32 first = __reduce_min_sync(WHOLE_WARP, bad);
+    if (bad == first && bad < GROUPS) report(error, BAD_PROBLEM, bad, of.sizes[3 * bad]);
 }
 
 // As groups.clamp_ends: they never decrease, and lie in 0..rows.
@@ -234,21 +275,24 @@ struct MTiles {
     i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
     i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
-    // Called by all threads of a block. Reports the first invalid end in `error` unless null.
-    __device__ __forceinline__ void build(const i32* ends, i32 rows, const SizeClass& size_class,
+    // Called by all threads of a block. Ends: as load_ends takes them. Reports the first invalid
+    // end in `error` unless null.
+    template <class Ends>
+    __device__ __forceinline__ void build(Ends ends, i32 rows, const SizeClass& size_class,
                                           i64* error) {
         if (threadIdx.x < 32) build_by_warp(ends, rows, size_class, error);
         __syncthreads();
     }
 
   private:
-    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows,
-                                                  const SizeClass& size_class, i64* error) {
+    template <class Ends>
+    __device__ __forceinline__ void build_by_warp(Ends ends, i32 rows, const SizeClass& size_class,
+                                                  i64* error) {
         constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
         i32 end[EACH];
         load_ends<GROUPS>(end, ends, rows);
-        if (error) check_ends<GROUPS>(end, rows, error);
+        if (error) check_ends<GROUPS>(end, ends, rows, error);
         clamp_ends(end, rows);
         i32 row = start_of(end), mine = m_tiles_in<TILE_M>(end, row, size_class),
             number = scan(mine, Plus()) - mine;
@@ -322,15 +366,15 @@ __device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 i
 
 // One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if
 // there are not so many. WAVE: see split_last_wave.
-template <int GROUPS, int TILE_M, int N_TILES, int WAVE>
-__device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows,
+template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Ends>
+__device__ __forceinline__ TilePlace find_tile_by_ends(Ends ends, i32 rows,
                                                        const SizeClass& size_class, i32 number,
                                                        i64* error) {
     constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
     load_ends<GROUPS>(end, ends, rows);
-    if (error) check_ends<GROUPS>(end, rows, error);
+    if (error) check_ends<GROUPS>(end, ends, rows, error);
     clamp_ends(end, rows);
     const i32 start = start_of(end);
     i32 count[EACH], mine = 0, row = start;

@@ -43,8 +43,9 @@ template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1
 class TileScheduler {
   public:
     // Called by all threads of a block; `scratch` has room for 4 (GROUPS + 1) numbers.
-    __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class,
-                          i64* error, i32* scratch) {
+    template <class Ends>
+    __device__ void build(Ends ends, i32 rows, i32 n_tiles, const SizeClass& size_class, i64* error,
+                          i32* scratch) {
         if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x / CLUSTER;
         int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its work tiles
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
