@@ -98,7 +98,7 @@ def environment() -> Environment:
     names = (*PACKAGES, *(package.distribution for package in packages))
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in names}
     checks = (
-        *_tiers(),
+        *_isa_levels(),
         _numa(),
         _compiler(),
         _prebuilt(),
@@ -113,7 +113,7 @@ def environment() -> Environment:
     runs = (
         f"CUDA kernels on {torch.cuda.get_device_name()}"
         if has_cuda()
-        else (f"C++ kernels for {_tier()}")
+        else (f"C++ kernels for {_isa_level()}")
         if compiler
         else ""
     )
@@ -153,7 +153,7 @@ def _problems() -> Iterator[str]:
             yield str(error)
 
 
-def _tier() -> str:
+def _isa_level() -> str:
     """What C++ kernels are compiled for; of an option that is wrong, what they would be without
     it.
     """
@@ -162,12 +162,12 @@ def _tier() -> str:
     return isa.available()[0]
 
 
-def _tiers() -> Iterator[Check]:
-    for tier in isa.TIERS:
-        there = tier in isa.available()
-        lacks = isa.lacking(tier)
+def _isa_levels() -> Iterator[Check]:
+    for isa_level in isa.LEVELS:
+        there = isa_level in isa.available()
+        lacks = isa.lacking(isa_level)
         yield Check(
-            f"CPU, {tier}",
+            f"CPU, {isa_level}",
             there,
             ""
             if there
@@ -198,12 +198,14 @@ def _prebuilt() -> Check:
     """Products that came with the package, for this CPU: those of a wheel that was built without a
     compiler are none.
     """
-    tier = _tier()
-    files = [readers.library_source(tier, encoding).came_with() for encoding in readers.BUILT_IN]
+    isa_level = _isa_level()
+    files = [
+        readers.library_source(isa_level, encoding).came_with() for encoding in readers.BUILT_IN
+    ]
     came = sum(file is not None and file.is_file() for file in files)
     if came == len(files):
-        return Check("prebuilt products", True, f"{came}, for {tier}")
-    found = f"{came} of {len(files)} for {tier} came with this installation"
+        return Check("prebuilt products", True, f"{came}, for {isa_level}")
+    found = f"{came} of {len(files)} for {isa_level} came with this installation"
     if build.find_compiler():
         return Check("prebuilt products", False, f"{found}; others are compiled when first used")
     todo = "install a C++ compiler, or a wheel that was built with one"

@@ -91,8 +91,8 @@ class Options:
     )
     cpu_isa: str = _option(
         "auto",
-        "instructions that CPU kernels use: 'auto' is the best tier of "
-        "the machine, or the name of a tier",
+        "instructions that CPU kernels use: 'auto' is the best ISA level of "
+        "the machine, or the name of an ISA level",
     )
     cuda_variant: str = _option(
         "auto",

@@ -29,7 +29,7 @@ def use() -> None:
         # what is included before it, as emulated instructions are, would be left out
         first = KERNELS in source.include and "-include" not in command
         if first and "Free Software Foundation" in version((command[0],)):
-            header = _header(tuple(command), "" if source.tier == "generic" else INTRINSICS)
+            header = _header(tuple(command), "" if source.isa_level == "generic" else INTRINSICS)
             # gcc takes one if nothing stands before it
             command = [command[0], "-include", str(header), *command[1:]]
         real(command, source, path)

@@ -198,7 +198,7 @@ def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(source, compiler, t
         for tier in isa.available()
         for encoding in readers.BUILT_IN
     }
-    assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
+    assert {name.split("-")[1] for name in shipped} == set(isa.LEVELS)
     assert wheel.name.endswith(
         f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl"
     )

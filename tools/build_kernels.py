@@ -28,7 +28,7 @@ try:
 except ImportError:  # run as a program
     BuildHookInterface = object
 
-# What CPUs have beyond their tier, as runtime/isa.py names it: kernels use it where it is.
+# What CPUs have beyond their ISA level, as runtime/isa.py names it: kernels use it where it is.
 CPUS = {
     "amx": ((),),
     "avx512": ((), ("avx512_bf16", "avx512_vnni"), ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
@@ -61,19 +61,24 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
         )
         return False
     if os.environ.get("KERNELS_FOR") == "all" or "CIBUILDWHEEL" in os.environ:
-        wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
+        wanted = [
+            (isa_level, having)
+            for isa_level in isa.LEVELS
+            if _runs_here(isa_level)
+            for having in CPUS[isa_level]
+        ]
     else:
         wanted = [(isa.available()[0], isa.features())]
     libraries = [
-        (readers.library_source(tier, encoding), having)
-        for tier, having in wanted
+        (readers.library_source(isa_level, encoding), having)
+        for isa_level, having in wanted
         for encoding in readers.BUILT_IN
     ]
     missing = sum(not source.came_with(having).is_file() for source, having in libraries)
     what = "compiling the CPU's kernels"
     if missing:
-        tiers = ", ".join(dict.fromkeys(tier for tier, _ in wanted))
-        info(f"{what}: {missing} files for {tiers}, about {_minutes(missing)} on idle cores")
+        isa_levels = ", ".join(dict.fromkeys(isa_level for isa_level, _ in wanted))
+        info(f"{what}: {missing} files for {isa_levels}, about {_minutes(missing)} on idle cores")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = pool.map(partial(_ship, build, warn), *zip(*libraries, strict=True))
         made = set(messages.progress(done, what, len(libraries)))
@@ -90,7 +95,7 @@ def _ship(build: Any, warn: Callable[[str], object], source: Any, having: Any) -
     try:
         return path if path.is_file() else build.ship(source, having)
     except build.BuildError as error:
-        warn(f"no kernels for CPUs of the tier {source.tier}: {error}")
+        warn(f"no kernels for CPUs of the ISA level {source.isa_level}: {error}")
         return None
 
 
@@ -99,8 +104,8 @@ def _minutes(files: int) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
-def _runs_here(tier: str) -> bool:
-    return tier == "generic" or os.uname().machine == "x86_64"
+def _runs_here(isa_level: str) -> bool:
+    return isa_level == "generic" or os.uname().machine == "x86_64"
 
 
 def _modules(root: Path) -> tuple[Any, ...]:

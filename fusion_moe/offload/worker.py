@@ -138,7 +138,7 @@ def library() -> ctypes.CDLL:
     made = build.load(
         SOURCE.read_text(encoding="utf-8"),
         name="offload_worker",
-        tier="generic",
+        isa_level="generic",
         include=[KERNELS, CPU_KERNELS, native.INCLUDE],
     )
     address, number = ctypes.c_void_p, ctypes.c_longlong

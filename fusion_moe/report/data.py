@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/9": the fields of the classes below under their names, with lists
+JSON, schema "fusion_moe.explain/10": the fields of the classes below under their names, with lists
 for tuples, and `schema` itself. Sizes are in bytes,
 flops in operations, times in seconds, all for one call with the sizes of the example; null if a
 size is known only to the device. `times` says how often the model has a fusion, or a call that was
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/9"
+SCHEMA = "fusion_moe.explain/10"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
@@ -37,8 +37,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. tier: the CPU instructions that C++ kernels use; "" without
-    such kernels.
+    """The machine that was measured. isa_level: the CPU instructions that C++ kernels use; ""
+    without such kernels.
 
     bytes_per_second: the speed of reading memory with this many threads, measured once on
     this machine; now: the same, measured for this report; read_by: what did the reading, and where
@@ -56,7 +56,7 @@ class Machine:
     bytes_per_second: float
     now: float
     read_by: str
-    tier: str = ""
+    isa_level: str = ""
     weight_bytes: int = 0
     weight_bytes_on_large_pages: int = 0
     gpu: str = ""

@@ -115,7 +115,7 @@ def _machine(report: ReportData) -> Iterable[tuple[str, str]]:
         yield (
             m.cpu,
             f"{count(m.cpus, 'CPU')}, "
-            f"{count(m.threads, 'thread')}{f'; C++ for {m.tier}' if m.tier else ''}",
+            f"{count(m.threads, 'thread')}{f'; C++ for {m.isa_level}' if m.isa_level else ''}",
         )
         yield (
             "read bandwidth",

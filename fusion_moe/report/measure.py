@@ -97,11 +97,11 @@ class Watch:
             )
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         with options.using(self.switches):
-            tier = isa.selected() if any(w.in_cpp for w in self.watched) else ""
+            isa_level = isa.selected() if any(w.in_cpp for w in self.watched) else ""
         return replace(
             self.cpu,
             preemptions=self.preemptions,
-            tier=tier,
+            isa_level=isa_level,
             weight_bytes=sum(t.nbytes for t in weights),
             weight_bytes_on_large_pages=pages.obtained(*weights),
         )

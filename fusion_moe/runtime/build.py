@@ -5,14 +5,15 @@
         ctypes.c_int(torch.get_num_threads()))
 
 `text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. Files
-that it includes in quotes are looked up in the folders of `include` and are part of the key. `tier`
-is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added, so that the compiler's
-macros (`__AVX512BF16__`, `__AMX_TILE__`) say what the CPU has. `flags=["-DROWS=4"]` come last.
+that it includes in quotes are looked up in the folders of `include` and are part of the key.
+`isa_level` is one of `isa.LEVELS` (default: `isa.selected()`); its -m flags are added, so that the
+compiler's macros (`__AVX512BF16__`, `__AMX_TILE__`) say what the CPU has. `flags=["-DROWS=4"]` come
+last.
 
 `find_compiler()` is None if there is no compiler, and `why_no_compiler()` is then a sentence about
 it; `load` raises BuildError then, and also for source that does not compile and for a compiler that
 takes longer than the option compile_seconds. That compiler is ended, with all processes that it
-started. `build` does the same without loading, also for tiers of other machines.
+started. `build` does the same without loading, also for ISA levels of other machines.
 
 Threads: OpenMP. The library asks for libgomp.so.1, like torch, which has already loaded its own:
 both share one thread pool. Its number of threads is a setting of each thread, so a kernel takes
@@ -44,7 +45,7 @@ from . import dump, isa, recording, store
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that
 # flushes denormals in the whole process that loads the library. Contraction of a * b + c into one
-# rounding would give each tier different results.
+# rounding would give each ISA level different results.
 BASE_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -69,8 +70,8 @@ class Compiler:
 
 @dataclass(frozen=True)
 class LibrarySource:
-    """A C++ source, its name, the tier that it is for, the folders of its headers, and extra flags,
-    which come last.
+    """A C++ source, its name, the ISA level that it is for, the folders of its headers, and extra
+    flags, which come last.
 
     shipped: a folder of libraries that came with the package, which are used if they were built
     from this source.
@@ -78,14 +79,14 @@ class LibrarySource:
 
     text: str
     name: str
-    tier: str
+    isa_level: str
     include: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
     shipped: Path | None = None
 
     def all_flags(self, having: Collection[str] | None = None) -> tuple[str, ...]:
         """The flags of a compilation, for a CPU with these features (default: this one's)."""
-        return (*BASE_FLAGS, *isa.compiler_flags(self.tier, having), *self.flags)
+        return (*BASE_FLAGS, *isa.compiler_flags(self.isa_level, having), *self.flags)
 
     def came_with(self, having: Collection[str] | None = None) -> Path | None:
         """The file of the shipped library, if there is one, for a CPU with these features (default:
@@ -93,7 +94,8 @@ class LibrarySource:
         """
         return (
             self.shipped
-            and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.all_flags(having))}.so"
+            and self.shipped
+            / f"{self.name}-{self.isa_level}-{self._key(*self.all_flags(having))}.so"
         )
 
     def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
@@ -107,28 +109,28 @@ class LibrarySource:
     def file(self, compiler: Compiler) -> str:
         """The name of the library in the cache."""
         key = self._key(compiler.version, *compiler.command, *self.all_flags())
-        return f"{self.name}-{self.tier}-{key}.so"
+        return f"{self.name}-{self.isa_level}-{key}.so"
 
     def _key(self, *how: str) -> str:
         headers = store.key_of(
             *(part for header in _headers(self.text, self.include) for part in header)
         )
-        return store.key_of(self.text, headers, self.tier, os.uname().machine, *how)
+        return store.key_of(self.text, headers, self.isa_level, os.uname().machine, *how)
 
 
 def load(
     text: str,
     *,
     name: str,
-    tier: str | None = None,
+    isa_level: str | None = None,
     include: Sequence[Path] = (),
     flags: Sequence[str] = (),
 ) -> ctypes.CDLL:
     """The library of a C++ source, as described at the head of this file. BuildError if it fails,
-    OptionError for another CPU's tier.
+    OptionError for another CPU's ISA level.
     """
-    tier = isa.selected() if tier is None else tier
-    return library(LibrarySource(text, name, tier, tuple(include), tuple(flags)))
+    isa_level = isa.selected() if isa_level is None else isa_level
+    return library(LibrarySource(text, name, isa_level, tuple(include), tuple(flags)))
 
 
 def is_built(source: LibrarySource) -> bool:
@@ -141,7 +143,7 @@ def library(source: LibrarySource) -> ctypes.CDLL:
     """The library of a source: shipped with the package, from the cache, or compiled now. Raises
     like `load`.
     """
-    isa.require(source.tier)
+    isa.require(source.isa_level)
     return _open(build(source))
 
 
@@ -291,7 +293,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     else:
         if done.returncode == 0 and path.exists():
             seconds = time.monotonic() - start
-            recording.compiled(f"C++ of {source.name}", source.tier, seconds)
+            recording.compiled(f"C++ of {source.name}", source.isa_level, seconds)
             return
         found = (
             f"{source.name} does not compile (exit status "

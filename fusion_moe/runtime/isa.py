@@ -1,8 +1,8 @@
-"""The CPU's instruction sets, as tiers for which kernels are written, and the compiler flags of
-each tier.
+"""The CPU's instruction sets, as ISA levels for which kernels are written, and the compiler flags
+of each ISA level.
 
-    isa.selected()                # "avx512": the best tier of this machine, or the one that the
-                                  option cpu_isa forces
+    isa.selected()                # "avx512": the best ISA level of this machine, or the one that
+                                  # the option cpu_isa forces
     isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
 
 Every instruction set is named: `-march=native` means something else on every machine, and is
@@ -25,7 +25,7 @@ from ..errors import OptionError
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
 _AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
-# what defines each tier, by the names in /proc/cpuinfo; the best first
+# what defines each ISA level, by the names in /proc/cpuinfo; the best first
 _NEEDS: dict[str, tuple[str, ...]] = {
     "amx": _AMX,
     "avx512": _AVX512,
@@ -34,7 +34,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 # what its kernels use beside that, if the CPU has it (`#ifdef __AVX512BF16__`)
 _USES = {"avx512": ("avx512_bf16", "avx512_vnni", "avx512_fp16")}
-TIERS = tuple(_NEEDS)
+LEVELS = tuple(_NEEDS)
 # if it is not -m and the name
 _FLAGS = {
     "bmi1": "-mbmi",
@@ -45,30 +45,30 @@ _FLAGS = {
 
 
 def selected() -> str:
-    """The tier to compile for and to run: the best one, or that of the option cpu_isa. OptionError
-    if this machine does not have it.
+    """The ISA level to compile for and to run: the best one, or that of the option cpu_isa.
+    OptionError if this machine does not have it.
     """
     wanted = options.current().cpu_isa
     return available()[0] if wanted == "auto" else require(wanted)
 
 
-def require(tier: str) -> str:
-    """The tier, if this machine can run it. OptionError if not."""
-    if tier not in available():
+def require(isa_level: str) -> str:
+    """The ISA level, if this machine can run it. OptionError if not."""
+    if isa_level not in available():
         found = (
-            f"cpu_isa = {tier!r} is not supported by this CPU"
-            if tier in TIERS
-            else f"cpu_isa = {tier!r}"
+            f"cpu_isa = {isa_level!r} is not supported by this CPU"
+            if isa_level in LEVELS
+            else f"cpu_isa = {isa_level!r}"
         )
         raise OptionError(
             found, expected=f"'auto' or one of {', '.join(available())}", where="options"
         )
-    return tier
+    return isa_level
 
 
 @cache
 def available() -> tuple[str, ...]:
-    """The tiers that this machine can run, the best first; the last is always 'generic'."""
+    """The ISA levels that this machine can run, the best first; the last is always 'generic'."""
     return tuple(
         name
         for name, needs in _NEEDS.items()
@@ -76,9 +76,9 @@ def available() -> tuple[str, ...]:
     )
 
 
-def lacking(tier: str) -> tuple[str, ...]:
-    """The features that this CPU lacks for a tier, as /proc/cpuinfo names them."""
-    return tuple(name for name in _NEEDS[tier] if name not in features())
+def lacking(isa_level: str) -> tuple[str, ...]:
+    """The features that this CPU lacks for an ISA level, as /proc/cpuinfo names them."""
+    return tuple(name for name in _NEEDS[isa_level] if name not in features())
 
 
 @cache
@@ -100,13 +100,15 @@ def cpuinfo() -> dict[str, str]:
     return {}
 
 
-def compiler_flags(tier: str, having: Collection[str] | None = None) -> tuple[str, ...]:
-    """The flags for g++ and clang++ that compile for a tier on a CPU with these features (default:
-    this one's).
+def compiler_flags(isa_level: str, having: Collection[str] | None = None) -> tuple[str, ...]:
+    """The flags for g++ and clang++ that compile for an ISA level on a CPU with these features
+    (default: this one's).
     """
     having = features() if having is None else having
-    used = (name for name in _USES.get(tier, ()) if name in having)
-    return tuple(_FLAGS.get(name, "-m" + name.replace("_", "")) for name in (*_NEEDS[tier], *used))
+    used = (name for name in _USES.get(isa_level, ()) if name in having)
+    return tuple(
+        _FLAGS.get(name, "-m" + name.replace("_", "")) for name in (*_NEEDS[isa_level], *used)
+    )
 
 
 def _may_use_tiles() -> bool:

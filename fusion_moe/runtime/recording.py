@@ -40,7 +40,7 @@ active: Recorder | None = None
 
 
 def compiled(name: str, to: str, seconds: float) -> None:
-    """Called after a compiler has made something, for a tier or an architecture."""
+    """Called after a compiler has made something, for an ISA level or an architecture."""
     options.log("compile", "%s %s: %.1f s", name, to, seconds)
     if active is not None:
         active.compiled(name, time.time() - seconds, seconds)

@@ -25,7 +25,7 @@ def found(**env: str):
 def test_this_machine():
     code, shown = found()
     there = {check["name"]: check["there"] for check in shown["checks"]}
-    assert [tier for tier in isa.TIERS if there[f"CPU, {tier}"]] == list(isa.available())
+    assert [tier for tier in isa.LEVELS if there[f"CPU, {tier}"]] == list(isa.available())
     assert there["C++ compiler"] == (build.find_compiler() is not None)
     assert code == (0 if shown["runs"] else 1)
     versions = shown["versions"]

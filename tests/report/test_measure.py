@@ -96,7 +96,7 @@ def test_each_kernel_and_the_program_are_measured(x, target):
         assert m.floor == m.bytes_read / speed
     in_cpp = [s.backend for s in report.fusions[0].segments] == ["cpu", "cpu"]
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
-    assert report.machine.tier == (isa.selected() if in_cpp else "")
+    assert report.machine.isa_level == (isa.selected() if in_cpp else "")
     assert (report.machine.threads, report.machine.cpus) == (
         torch.get_num_threads(),
         bandwidth.cpus(),

@@ -218,7 +218,7 @@ def test_a_tier_of_another_cpu_is_compiled_but_not_loaded(monkeypatch):
     monkeypatch.setattr(isa, "available", lambda: ("generic",))
     assert build.build(build.LibrarySource(ANSWER % 1, "answer", "avx2")).exists()
     with pytest.raises(OptionError, match="cpu_isa = 'avx2' is not supported by this CPU"):
-        answer(tier="avx2")
+        answer(isa_level="avx2")
 
 
 def test_the_users_compiler_and_those_on_path(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ TIER_MACROS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tiers but generic are of x86-64")
-@pytest.mark.parametrize("tier", isa.TIERS)
+@pytest.mark.parametrize("tier", isa.LEVELS)
 def test_every_tier_compiles_everywhere(tier):
     text = (
         f"#ifndef {TIER_MACROS[tier]}\n#error not told\n#endif\n#if "
@@ -279,7 +279,7 @@ def test_no_tier_contracts_or_flushes():
     text = 'extern "C" float f(float a, float b, float c) { return a * b + c; }\n'
     a, b, c = 1 + 2.0**-12, 1 + 2.0**-12, -(1 + 2.0**-11)
     for tier in isa.available():
-        f = build.load(text, name="contract", tier=tier).f
+        f = build.load(text, name="contract", isa_level=tier).f
         f.argtypes, f.restype = [ctypes.c_float] * 3, ctypes.c_float
         assert f(a, b, c) == 0.0, "in one rounding it is 2^-24"
         assert f(2.0**-126, 0.5, 0.0) == 2.0**-127

@@ -44,7 +44,7 @@ FORCED_TOKENS = 512
 AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
 BF16 = (*AVX512, "avx512_bf16", "avx512_vnni")
-CPUS = {  # by name: the tier, and what the CPU has
+CPUS = {  # by name: the ISA level, and what the CPU has
     "generic": ("generic", ()),
     "avx2": ("avx2", AVX2),
     "avx512": ("avx512", AVX512),
@@ -340,7 +340,7 @@ def cpu_of(name: str) -> None:
     """
     from fusion_moe.runtime import isa
 
-    tier, having = CPUS[name]
+    isa_level, having = CPUS[name]
     isa.features = lambda: frozenset(having)
     isa._may_use_tiles = lambda: True
     isa.available.cache_clear()
@@ -352,7 +352,7 @@ def cpu_of(name: str) -> None:
         }
         for what, call in calls.items():
             opened: list[Path] = []
-            with options.override(cpu_isa=tier), told(opened.append):
+            with options.override(cpu_isa=isa_level), told(opened.append):
                 getattr(torch.ops.fusion_moe, call.operation)(*call.tensors, **call.keywords)
             for path in opened:
                 found.setdefault(

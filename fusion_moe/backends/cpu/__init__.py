@@ -2,7 +2,7 @@
 one call.
 
 A program uses two kinds of libraries. The libraries of kernels/fprop.cpp, int8.cpp, dgrad.cpp and
-wgrad.cpp are the same for all programs: they contain the grouped products for a tier of
+wgrad.cpp are the same for all programs: they contain the grouped products for an ISA level of
 `runtime.isa`, an encoding and a layout of weights (readers.py). The other library is generated
 (unit.py) and contains each segment's own code: loops over rows (loops.py), or the prologue and the
 epilogue of a product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with
@@ -45,7 +45,7 @@ def plan(fusion: Fusion, kind: str) -> Source:
 
 
 def emit(segment: Segment) -> Kernel:
-    """The kernel of a planned segment, for the tier in force."""
+    """The kernel of a planned segment, for the ISA level in force."""
     library = Library([segment.plan.work], isa.selected())
     return Kernel(segment, NAME, library.text, Launch(library, 0), ".cpp")
 

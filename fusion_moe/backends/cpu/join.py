@@ -26,8 +26,8 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     if len(ours) == len(kernels):
         program = _Program(fusion, [k.segment for k in kernels], sources)
         whole = program if program.fits else None
-    tier = next(iter(ours.values())).library.tier
-    library = Library(sources, tier, whole.steps() if whole else ())
+    isa_level = next(iter(ours.values())).library.isa_level
+    library = Library(sources, isa_level, whole.steps() if whole else ())
     part = {i: Launch(library, n) for n, i in enumerate(ours)}
     joined = tuple(replace(k, launch=part[i]) if i in part else k for i, k in enumerate(kernels))
     return joined, Joined(library, whole) if whole else None

@@ -33,14 +33,14 @@ Entry = tuple[Any, Any]  # a function of a library, and the products that are pa
 
 
 class Library:
-    """The library of segments, with the grouped products of a tier. Built, or found in the cache,
-    at the first call.
+    """The library of segments, with the grouped products of an ISA level. Built, or found in the
+    cache, at the first call.
 
     steps: how a program runs all of them, if its entry "run" is needed.
     """
 
-    def __init__(self, sources: Sequence[Source], tier: str, steps: Sequence[Step] = ()):
-        self.sources, self.tier, self._steps = tuple(sources), tier, steps
+    def __init__(self, sources: Sequence[Source], isa_level: str, steps: Sequence[Step] = ()):
+        self.sources, self.isa_level, self._steps = tuple(sources), isa_level, steps
 
     @cached_property
     def text(self) -> str:
@@ -49,13 +49,13 @@ class Library:
 
     @cached_property
     def _loaded(self) -> ctypes.CDLL:
-        return build.load(self.text, name="segments", tier=self.tier, include=[KERNELS])
+        return build.load(self.text, name="segments", isa_level=self.isa_level, include=[KERNELS])
 
     @cached_property
     def _products(self) -> Any:
         """The function of each segment's grouped product; null for a segment without one."""
         products = [
-            product_of(self.tier, *s.product).product if s.product else ctypes.c_void_p()
+            product_of(self.isa_level, *s.product).product if s.product else ctypes.c_void_p()
             for s in self.sources
         ]
         return (ctypes.c_void_p * len(products))(
@@ -66,9 +66,9 @@ class Library:
         """What is compiled before the first call: this library, and the products that did not come
         with the package.
         """
-        yield (self.tier, self.text), lambda: self._loaded
+        yield (self.isa_level, self.text), lambda: self._loaded
         for product in {s.product for s in self.sources if s.product}:
-            yield (self.tier, *product), partial(product_of, self.tier, *product)
+            yield (self.isa_level, *product), partial(product_of, self.isa_level, *product)
 
     def entry(self, name: str) -> Entry:
         """A function of the library."""

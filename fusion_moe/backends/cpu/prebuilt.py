@@ -27,14 +27,14 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/pro
 
 
 def product_of(
-    tier: str, encoding: str, kind: str = "fprop", layout: str = "linear"
+    isa_level: str, encoding: str, kind: str = "fprop", layout: str = "linear"
 ) -> ctypes.CDLL:
-    """The library for a tier, an encoding and a layout of weights and a kind of product. BuildError
-    without a compiler if none came with the package.
+    """The library for an ISA level, an encoding and a layout of weights and a kind of product.
+    BuildError without a compiler if none came with the package.
 
     UnsupportedError for an encoding without a registered reader.
     """
-    return build.library(library_source(tier, encoding, kind, layout))
+    return build.library(library_source(isa_level, encoding, kind, layout))
 
 
 def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
@@ -44,24 +44,24 @@ def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
     main = main_and_added(fusion)[0] if products(fusion) else None
     if main is None or main.kind != "fprop":
         raise UnsupportedError(build.why_no_compiler())
-    op, encoding, tier = main.op, main.b.type.encoding, isa.selected()
+    op, encoding, isa_level = main.op, main.b.type.encoding, isa.selected()
     if operands := op.attrs.get("operands"):
         raise UnsupportedError(
             f"{build.why_no_compiler()}; no products of {operands} operands came with the package"
         )
-    came = library_source(tier, encoding.name).came_with()
+    came = library_source(isa_level, encoding.name).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(
             f"{build.why_no_compiler()}; this installation has no prebuilt "
-            f"kernels of {encoding.name} for {tier}"
+            f"kernels of {encoding.name} for {isa_level}"
         )
 
     def evaluate(*inputs: Any, sizes: Any) -> Any:
-        entry = product_of(tier, encoding.name).standalone
+        entry = product_of(isa_level, encoding.name).standalone
         using = {op: partial(_grouped_mm, entry, encoding)}
         return fusion.evaluate(*inputs, sizes=sizes, using=using)
 
-    why = f"the product that came with the package for {tier}: {build.why_no_compiler()}"
+    why = f"the product that came with the package for {isa_level}: {build.why_no_compiler()}"
     return evaluate, why
 
 

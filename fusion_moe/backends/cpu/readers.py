@@ -1,5 +1,5 @@
-"""The C++ that reads the weights of each encoding in each layout, and the fixed library of a tier
-that is compiled around it.
+"""The C++ that reads the weights of each encoding in each layout, and the fixed library of an ISA
+level that is compiled around it.
 
 kernels/weight.h says what a reader is. That of an encoding is derived from its descriptor
 (kernels/derived.h), and from the orders of the layout (kernels/order.h). A header
@@ -195,10 +195,10 @@ def _literal(x: float) -> str:
 
 
 def library_source(
-    tier: str, encoding: str, kind: str = "fprop", layout: str = "linear"
+    isa_level: str, encoding: str, kind: str = "fprop", layout: str = "linear"
 ) -> build.LibrarySource:
-    """How to build the library for a tier, an encoding, a kind of product and a layout, and where
-    the one that came with the package is.
+    """How to build the library for an ISA level, an encoding, a kind of product and a layout, and
+    where the one that came with the package is.
 
     kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad,
     which reads no weight. Raises like `reader_of`.
@@ -206,4 +206,4 @@ def library_source(
     reader = reader_of(encoding, layout) if encoding else ""
     name = "_".join(x for x in (kind, encoding, layout.replace("linear", "")) if x)
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
-    return build.LibrarySource(text, name, tier, (KERNELS,), shipped=SHIPPED)
+    return build.LibrarySource(text, name, isa_level, (KERNELS,), shipped=SHIPPED)

@@ -150,11 +150,11 @@ def _measured(threads: int) -> Bandwidth:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """bandwidth.cpp, compiled for the best tier of this machine, whatever cpu_isa says: memory does
-    not get slower by that option.
+    """bandwidth.cpp, compiled for the best ISA level of this machine, whatever cpu_isa says: memory
+    does not get slower by that option.
     """
     library = build.load(
-        _SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0]
+        _SOURCE.read_text(encoding="utf-8"), name="bandwidth", isa_level=isa.available()[0]
     )
     library.read_words.argtypes = [
         ctypes.c_void_p,

@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "dequantized.h"
-#include "tiers.h"
+#include "isa.h"
 #include "transposed.h"
 
 namespace {

@@ -529,12 +529,12 @@ struct Amx {
 };
 
 template <class Weight>
-struct AmxTier {
+struct AmxIsa {
     using Wide = Panels<Avx512<Weight>>;
     using OfBf16 = Kernels<SmallM<Avx512Digits<Weight>>, Amx<Weight>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16,
-                                    typename Avx512Tier<Weight>::template Fast<A>>;
+                                    typename Avx512Isa<Weight>::template Fast<A>>;
     using Thread = AmxThread;
     static constexpr double DEQUANTIZE_ROWS = 32;
 };
@@ -544,7 +544,7 @@ struct AmxTier {
 // read and dequantized for each of these tiles. (On a Xeon 64 rows of 7,168 ran at 1.4 times the
 // rate of 256, which came from the next cache: docs/performance/cpu.md.)
 template <class Weight>
-struct TileM<AmxTier<Weight>, bf16> {
+struct TileM<AmxIsa<Weight>, bf16> {
     static constexpr i64 CACHE = 1 << 21, LEAST = 3 * LANES;
 
     static constexpr i64 of(i64 K) {

@@ -168,7 +168,7 @@ struct Avx2 : Avx2F32 {
 };
 
 template <class Weight>
-struct Avx2Tier : VectorTier {
+struct Avx2Isa : VectorIsa {
     using Wide = Panels<Avx2<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx2<Weight>>, Panels<Avx2<Weight>>>;

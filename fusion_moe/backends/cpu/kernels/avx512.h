@@ -361,7 +361,7 @@ struct Avx512Dots {
 };
 
 template <class Weight>
-struct Avx512Tier : VectorTier {
+struct Avx512Isa : VectorIsa {
     using Wide = Panels<Avx512<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>,

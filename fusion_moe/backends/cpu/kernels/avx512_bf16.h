@@ -125,13 +125,13 @@ struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
 };
 
 template <class Weight>
-struct Avx512Bf16Tier : VectorTier {
+struct Avx512Bf16Isa : VectorIsa {
     using Wide = Panels<Avx512<Weight>>;
     using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>,
                            OfAllRows<SmallM<Avx512Bf16<Weight>>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16,
-                                    typename Avx512Tier<Weight>::template Fast<A>>;
+                                    typename Avx512Isa<Weight>::template Fast<A>>;
 };
 
 }  // namespace

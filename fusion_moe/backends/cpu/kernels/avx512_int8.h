@@ -372,7 +372,7 @@ struct Avx512Int8 {
 };
 
 template <class Weight>
-struct Avx512Int8Tier : VectorTier {
+struct Avx512Int8Isa : VectorIsa {
     using Wide = Panels<Avx512Int8<Weight>>;
     template <class A>
     using Fast = Kernels<SmallM<Avx512Int8<Weight>>, Wide>;

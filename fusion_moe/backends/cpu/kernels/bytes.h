@@ -137,14 +137,14 @@ struct Avx512Bytes : Avx512F32 {
 };
 
 template <class Weight>
-struct BytesTier : DequantizedTier<F32, Pairs, Weight> {
+struct BytesIsa : DequantizedIsa<F32, Pairs, Weight> {
     template <class A>
-    using Fast = Kernels<SmallM<Avx512Bytes<Weight>>, typename BytesTier::Wide>;
+    using Fast = Kernels<SmallM<Avx512Bytes<Weight>>, typename BytesIsa::Wide>;
 };
 
 #else
 template <class Weight>
-using BytesTier = DequantizedTier<F32, Pairs, Weight>;
+using BytesIsa = DequantizedIsa<F32, Pairs, Weight>;
 #endif
 
 }  // namespace

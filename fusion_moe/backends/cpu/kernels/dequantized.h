@@ -1,5 +1,5 @@
 // Kernels for any reader: the weight dequantized to float32 by its `dequantize`, products by the
-// vectors of a tier.
+// vectors of an ISA level.
 #pragma once
 
 #include "panels.h"
@@ -82,7 +82,7 @@ struct DequantizedRows {
     }
 };
 
-// Panels of dequantized weights. F32: a tier's `pack` and `multiply` of float32.
+// Panels of dequantized weights. F32: an ISA level's `pack` and `multiply` of float32.
 template <class F32, class Weight_>
 struct Dequantized : F32 {
     using Weight = Weight_;
@@ -139,7 +139,7 @@ struct PlainPairs : Pairs {
 };
 
 template <class F32, class Pairs, class Weight>
-struct DequantizedTier : VectorTier {
+struct DequantizedIsa : VectorIsa {
     using Wide = Panels<Dequantized<F32, Weight>>;
     template <class A>
     using Fast =

@@ -1,6 +1,6 @@
 // Weights of e2m1 codes, two a byte, low nibble first, with a scale of one byte for each block of
 // them along K, and a factor for each row: element = code * (scale * factor). What readers of them
-// share; the tiers have vector code for them.
+// share; the ISA levels have vector code for them.
 //
 // A reader `Reader` derives from E2M1Weight<Reader>, and has beside BYTES and `scales_in_range`
 //

@@ -1,17 +1,17 @@
-// The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands
-// before this file, the reader of an encoding, says which `Weight`.
-#include "tiers.h"
+// The fixed library of an ISA level and an encoding. The compiler's flags say which ISA level; what
+// stands before this file, the reader of an encoding, says which `Weight`.
+#include "isa.h"
 #include "bytes.h"
 #include "grouped_mm.h"
 #include "standalone.h"
 
-using Tier = std::conditional_t<
-    HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>,
-    std::conditional_t<ARE_BYTES<Weight>, BytesTier<Weight>, DequantizedTier<F32, Pairs, Weight>>>;
+using Isa = std::conditional_t<
+    HAS_E2M1_CODES<Weight>, IsaOfCodes<Weight>,
+    std::conditional_t<ARE_BYTES<Weight>, BytesIsa<Weight>, DequantizedIsa<F32, Pairs, Weight>>>;
 
 extern "C" void product(const Problem* problem, Team* team) {
     with_type(problem->activation,
-              [=](auto x) { GroupedMM<Tier, Weight, decltype(x)>(*problem).run(*team); });
+              [=](auto x) { GroupedMM<Isa, Weight, decltype(x)>(*problem).run(*team); });
 }
 
 // p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N];

@@ -1,5 +1,6 @@
-// The grouped product of a tier: which rows meet which columns in which thread and which kernel.
-// Each result is computed by one thread, in an order that does not depend on how many there are.
+// The grouped product of a isa_level: which rows meet which columns in which thread and which
+// kernel. Each result is computed by one thread, in an order that does not depend on how many there
+// are.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +25,7 @@ struct ThreadState {
     std::vector<WorkTile> work_tiles;
 };
 
-template <class Tier, class Weight, class A>
+template <class Isa, class Weight, class A>
 class GroupedMM {
   public:
     explicit GroupedMM(const Problem& problem)
@@ -34,13 +35,13 @@ class GroupedMM {
           blocks_((problem.W + LANES - 1) / LANES),
           stride_((K + 255) / 256 * 256),
           tile_m_(
-              std::min(TileM<Tier, A>::of(K), problem.row_order ? RowKernel::MAX_ROWS : TILE_M)) {}
+              std::min(TileM<Isa, A>::of(K), problem.row_order ? RowKernel::MAX_ROWS : TILE_M)) {}
 
     void run(Team& team) {
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
         team.share(last == 0 ? 0 : ANY_NUMBER, [&](Items& items) {
             static thread_local ThreadState state;
-            [[maybe_unused]] const typename Tier::Thread thread{};
+            [[maybe_unused]] const typename Isa::Thread thread{};
             state.group = -1, state.row = nullptr;
             Weight::begin();
             plan(team.threads(), state.work_tiles);
@@ -63,13 +64,13 @@ class GroupedMM {
     }
 
   private:
-    using RowKernel = typename RowOrder<typename Tier::template Fast<A>>::Kernel;
+    using RowKernel = typename RowOrder<typename Isa::template Fast<A>>::Kernel;
 
     // How long so many rows of a group take for a block of columns: by the bytes of the weight,
     // which cost more where they meet many rows.
     double cost(i64 rows) const {
         return double(F) * LANES * double(K) * Weight::BYTES *
-               (1 + double(rows) / Tier::DEQUANTIZE_ROWS);
+               (1 + double(rows) / Isa::DEQUANTIZE_ROWS);
     }
 
     // Calls body(g, first, rows, cost) for each tile of rows, `cost` that of a block of columns.
@@ -131,11 +132,11 @@ class GroupedMM {
     void compute(const WorkTile& part, bool scales_in_range, ThreadState& state) const {
         const auto fast = [&] {
             return p_.row_order ? run<RowKernel, true>(part, state)
-                                : dispatch(typename Tier::template Fast<A>{}, part, state);
+                                : dispatch(typename Isa::template Fast<A>{}, part, state);
         };
         if (scales_in_range && fast()) return;
         if (!scales_in_range || !p_.row_order || part.rows == 1) {
-            run<typename Tier::Wide, false>(part, state);
+            run<typename Isa::Wide, false>(part, state);
             return;
         }
         WorkTile row = part;

@@ -1,6 +1,6 @@
 // Products of int8 operands: rows of floats and weights of e2m1 codes, both rounded to integers in
-// blocks of 256 columns, as fusion_moe/ir/kinds/int8.py has it. All tiers make the same integers,
-// and add blocks in the same order: equal bits.
+// blocks of 256 columns, as fusion_moe/ir/kinds/int8.py has it. All ISA levels make the same
+// integers, and add blocks in the same order: equal bits.
 //
 // What is here is right everywhere: products of 16-bit integers, which compilers make vectors of.
 #pragma once
@@ -136,7 +136,7 @@ struct Int8 {
 };
 
 template <class Weight>
-struct Int8Tier : VectorTier {
+struct Int8Isa : VectorIsa {
     using Wide = Panels<Int8<Weight>>;  // and the only one
     template <class A>
     using Fast = Kernels<Wide>;

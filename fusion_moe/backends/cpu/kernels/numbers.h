@@ -1,5 +1,5 @@
 // Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics:
-// every tier includes this. Nor <cmath>, which takes longer to compile than most segments.
+// every ISA level includes this. Nor <cmath>, which takes longer to compile than most segments.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Kernels made of the smaller parts that a tier has for the vectors of its CPU and weights that are
-// read by a reader `Weight`, a struct `Vectors` with
+// Kernels made of the smaller parts that an ISA level has for the vectors of its CPU and weights
+// that are read by a reader `Weight`, a struct `Vectors` with
 //
 //     pack_small_m      row r of a few, wherever `small_m` wants it
 //     small_m           rows x Columns straight from the weight, up to SMALL_M rows
@@ -99,8 +99,8 @@ struct Panels {
     }
 };
 
-// A tier without a state of its threads.
-struct VectorTier {
+// An ISA level without a state of its threads.
+struct VectorIsa {
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };

@@ -1,6 +1,6 @@
 // A grouped product as two libraries see it: a fixed one, which has the kernels, and the generated
 // one of a segment, which has what is fused around the product. Plain data and functions of C. The
-// fixed ones of a tier:
+// fixed ones of a isa_level:
 //
 // - fprop.cpp: rows [rows, K] x weight [G, N, K] -> [rows, N], for each encoding of weights
 // - int8.cpp: the same of int8 operands, for each encoding of e2m1 codes
@@ -9,8 +9,8 @@
 //
 // All loops are written here, those of floats too. torch exports at::native::cpublas::brgemm, from
 // an internal header; but it raises where the CPU lacks AVX-512 or its instructions for bfloat16,
-// which the tiers here serve, so no loop could go. And it would tie these libraries to one build
-// of torch, which wheels with compiled kernels are not.
+// which the ISA levels here serve, so no loop could go. And it would tie these libraries to one
+// build of torch, which wheels with compiled kernels are not.
 #pragma once
 
 #include "numbers.h"

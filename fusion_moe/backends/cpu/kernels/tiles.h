@@ -1,5 +1,5 @@
-// What the tiers share: sixteen columns of a product, work on some of them, and how a kernel and a
-// tier are spelled.
+// What the ISA levels share: sixteen columns of a product, work on some of them, and how a kernel
+// and an ISA level are spelled.
 //
 // A result has W columns; each is a function of F columns of the product (two, where gate and up
 // become one). A block is 16 columns of the result, made of F column blocks of the product; each of
@@ -15,7 +15,7 @@
 //     activations -> rows of `Packed`, `stride` apart multiply            a `WorkTile`, its rows
 //     packed: makes and stores its results
 //
-// and a tier one with
+// and an ISA level one with
 //
 //     Wide             a kernel on float32 for everything. It dequantizes to the reference's
 //     numbers, for every input there is Fast<A>          kernels for activations of type A, of
@@ -54,9 +54,9 @@ struct RowOrder<Kernels<OfAllRows<Framed>, Others...>> {
 template <class First, class... Others>
 struct RowOrder<Kernels<First, Others...>> : RowOrder<Kernels<Others...>> {};
 
-// Rows of a work tile, at most, of K activations each: fewer than TILE_M where a tier's kernels for
-// activations of type A want all of them in the second-level cache.
-template <class Tier, class A>
+// Rows of a work tile, at most, of K activations each: fewer than TILE_M where an ISA level's
+// kernels for activations of type A want all of them in the second-level cache.
+template <class Isa, class A>
 struct TileM {
     static constexpr i64 of(i64) { return TILE_M; }
 };

@@ -179,7 +179,7 @@ struct TransposedInRange : Transposed<Weight_> {
 };
 
 template <class F32, class Pairs, class Weight>
-struct TransposedTier : VectorTier {
+struct TransposedIsa : VectorIsa {
     using Wide = Panels<TransposedPanels<F32, Weight>>;
     template <class A>
     using Vectors = std::conditional_t<ARE_PAIRS_OF_CODES<Pairs, Weight, A>,

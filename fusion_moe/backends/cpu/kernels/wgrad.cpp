@@ -1,5 +1,5 @@
-// The fixed library of a tier whose products contract the rows of groups.
-#include "tiers.h"
+// The fixed library of an ISA level whose products contract the rows of groups.
+#include "isa.h"
 #include "wgrad.h"
 
 extern "C" void product(const Problem* problem, Team* team) {

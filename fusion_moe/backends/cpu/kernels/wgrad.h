@@ -19,7 +19,7 @@ struct MatrixTile {
     i64 group, n, n_end, k, k_end;
 };
 
-// V: the vectors of a tier; A, B: the types of the operands.
+// V: the vectors of an ISA level; A, B: the types of the operands.
 template <class V, class A, class B>
 class GroupedOuter {
     using Packed = typename V::Packed;

@@ -1,5 +1,5 @@
 // Words of four bytes, which all products of floats take: a float32, or a pair of bfloat16 of
-// consecutive contracted elements. The vectors of a tier, `V` here, have
+// consecutive contracted elements. The vectors of an ISA level, `V` here, have
 //
 //     Packed, Panel  the type of a word
 //     DEPTH          how many contracted elements are in one
