@@ -1,4 +1,4 @@
-// The worker: a thread that computes rows which GPUs hand over, inside one team of threads.
+// The worker: a thread that computes rows which GPUs hand over, inside one thread pool.
 //
 // It looks at the request rings of all models. While one is in use it does so all the time, in a
 // parallel region whose helpers wait for loops; after a while without work it leaves the region and
@@ -25,7 +25,7 @@
 
 #include "launch_plan.h"
 #include "request_ring.cuh"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace offload {
 namespace {
@@ -52,13 +52,13 @@ class Program {
 
     // Whether it ran; if not, it found bad input.
     bool run(char* const (&given)[3], const std::vector<char*>& layer, char* result, char* memory,
-             Team& team) const {
+             ThreadPool& pool) const {
         std::vector<char*> all(given, given + 3), ordered;
         all.insert(all.end(), layer.begin(), layer.end());
         all.push_back(result);
         for (const i64 offset : arrays_.offsets) all.push_back(memory + offset);
         function_.choose(all, ordered);
-        return function_(ordered.data(), &team) == 0;
+        return function_(ordered.data(), &pool) == 0;
     }
 
   private:
@@ -106,14 +106,14 @@ struct Model {
 
     bool waits() const { return acquire(ring->posted) != seen; }
 
-    void answer(Team& team, std::vector<char>& memory) {
+    void answer(ThreadPool& pool, std::vector<char>& memory) {
         seen = acquire(ring->posted);
-        ring->refused = !compute(team, memory);
+        ring->refused = !compute(pool, memory);
         release(ring->answered, seen);
     }
 
   private:
-    bool compute(Team& team, std::vector<char>& memory) {
+    bool compute(ThreadPool& pool, std::vector<char>& memory) {
         if (ring->layer < 0 || ring->layer >= static_cast<i64>(layers.size()) || ring->rows < 0)
             return false;
         Layer& layer = layers[static_cast<std::size_t>(ring->layer)];
@@ -128,7 +128,7 @@ struct Model {
         if (!layer.stored.empty()) read_ahead(layer);
         char* const given[] = {rows, ids, weights};
         const Clock::time_point start = Clock::now();
-        const bool good = found.run(given, layer.inputs, results, memory.data(), team);
+        const bool good = found.run(given, layer.inputs, results, memory.data(), pool);
         layer.busy += (Clock::now() - start).count();
         return good;
     }
@@ -146,7 +146,7 @@ struct Model {
 
 class Worker {
   public:
-    // idle: microseconds without work, after which the team is left.
+    // idle: microseconds without work, after which the pool is left.
     Worker(int threads, i64 idle) : threads_(threads), idle_(idle), thread_([this] { live(); }) {}
 
     // In a child of the process that started it there is no thread, and everything stays as it is.
@@ -222,7 +222,7 @@ class Worker {
         while (!stopping_.load()) {
             const std::uint32_t calls = calls_.load();
             if (waits()) {
-                Team::run(threads_, [this](Team& team) { return serve(team); });
+                ThreadPool::run(threads_, [this](ThreadPool& pool) { return serve(pool); });
                 nap = FIRST_NAP;
                 continue;
             }
@@ -242,10 +242,10 @@ class Worker {
     }
 
     // Answers until there was no work for a while.
-    int serve(Team& team) {
+    int serve(ThreadPool& pool) {
         Clock::time_point last = Clock::now();
         for (Spin spin; !stopping_.load(std::memory_order_relaxed);) {
-            if (!paused_.load() && answer_all(team)) {
+            if (!paused_.load() && answer_all(pool)) {
                 last = Clock::now();
                 spin = Spin();
             } else if (Clock::now() - last > std::chrono::microseconds(idle_)) {
@@ -257,12 +257,12 @@ class Worker {
         return 0;
     }
 
-    bool answer_all(Team& team) {
+    bool answer_all(ThreadPool& pool) {
         const std::lock_guard lock(mutex_);
         bool found = false;
         for (const auto& model : models_) {
             if (!model->waits()) continue;
-            model->answer(team, memory_);
+            model->answer(pool, memory_);
             found = true;
         }
         return found;

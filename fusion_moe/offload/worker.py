@@ -29,14 +29,14 @@ from .pinned import Staging
 
 KERNELS = Path(__file__).parent / "kernels"
 SOURCE = Path(__file__).with_name("worker.cpp")
-_IDLE = 2000  # microseconds without work, after which the team's threads are given back
+_IDLE = 2000  # microseconds without work, after which the pool's threads are given back
 _SPARE = 2  # CPUs that are left to others
 _starting = threading.Lock()
 WHY = {1: "its worker has ended", 2: "it took too long", 3: "it found bad input"}
 
 
 class Worker:
-    """The worker of this process. threads: of its team."""
+    """The worker of this process. threads: of its pool."""
 
     _of_process: Worker | None = None
 

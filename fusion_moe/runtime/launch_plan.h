@@ -44,7 +44,7 @@ struct ArraysOf {
         : inputs(said.next()), made(said.list()), workspace(said.next()), offsets(said.list()) {}
 };
 
-// A function of a library of the CPU, by threads: their number, or a team.
+// A function of a library of the CPU, by threads: their number, or a thread pool.
 template <class Integer, class Threads>
 class FunctionOf {
   public:

@@ -59,8 +59,8 @@ def test_backward(tier):
     same_on_any_threads(lambda: compiled(backward))
 
 
-def test_several_teams_at_once():
-    """Of threads that call at the same time each has a team of its own."""
+def test_several_pools_at_once():
+    """Of threads that call at the same time each has a pool of its own."""
     (one, few), (many, more) = layer(1, TIERS[-1]), layer(70, TIERS[-1])
     want = one(few), many(more)
 

@@ -19,6 +19,11 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 def folder(tmp_path_factory) -> Path:
     """With all headers that need no PTX, beside what stands for the others."""
     made = tmp_path_factory.mktemp("kernels")
-    more = SOURCE, CPU_KERNELS / "team.h", INCLUDE / "launch_plan.h", CUDA_KERNELS / "combine.cuh"
+    more = (
+        SOURCE,
+        CPU_KERNELS / "thread_pool.h",
+        INCLUDE / "launch_plan.h",
+        CUDA_KERNELS / "combine.cuh",
+    )
     copy(made, *KERNELS.glob("*.cuh"), *more, *HERE.iterdir())
     return made

@@ -122,9 +122,9 @@ class _Writer(SegmentWriter):
                 f"std::vector<float> of_{p}({rows} * BLOCKS); {p} = of_{p}.data();"
                 for p in self.partials
             ),
-            "product(&problem, &team);",
+            "product(&problem, &pool);",
             *(
-                [f"for_rows({rows}, 16, team, [&](i64 m) {{ finish_row(m); }});"]
+                [f"for_rows({rows}, 16, pool, [&](i64 m) {{ finish_row(m); }});"]
                 if self.partials
                 else []
             ),
@@ -283,8 +283,8 @@ class _Writer(SegmentWriter):
         tokens, width = map(size, self.plan.combine.outputs[0].type.shape)
         if self._by_columns:
             each = "[&](i64 t, i64 j0, i64 j1) { finish(t, j0, j1); }"
-            return [f"for_tiles({tokens}, {width}, team, {each});"]
-        return [f"for_rows({tokens}, 1, team, [&](i64 t) {{ finish(t, 0, {width}); }});"]
+            return [f"for_tiles({tokens}, {width}, pool, {each});"]
+        return [f"for_rows({tokens}, 1, pool, [&](i64 t) {{ finish(t, 0, {width}); }});"]
 
     @cached_property
     def _by_columns(self) -> bool:

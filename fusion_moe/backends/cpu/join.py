@@ -45,7 +45,7 @@ class Joined(Function):
         return self._arrays.numbered.index(v)
 
     def plan_in(self, sizes: Sizes) -> LaunchPlan:
-        """The plan of such a call in the parallel region of a team (unit.py)."""
+        """The plan of such a call in the parallel region of a thread pool (unit.py)."""
         return self._arrays.plan(self.library.entry("run_in"), sizes)
 
 

@@ -143,7 +143,7 @@ class _Writer(SegmentWriter):
         store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "sum[j - j0]")])
         body = ["float sum[COLUMNS];", *_sum_blocks(_AT_ONCE, *ends, "j1 - j0", add), *store]
         return [
-            f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            f"for_tiles({size(rows)}, {size(columns)}, pool, [&](i64 m, i64 j0, i64 j1) {{",
             *inner(body),
             "});",
         ]
@@ -210,7 +210,7 @@ class _Writer(SegmentWriter):
             "}",
         ]
         return [
-            f"for_tiles(1, {size(width)}, team, [&](i64, i64 j0, i64 j1) {{",
+            f"for_tiles(1, {size(width)}, pool, [&](i64, i64 j0, i64 j1) {{",
             *inner(body),
             "});",
         ]
@@ -343,7 +343,7 @@ class _Writer(SegmentWriter):
         lines = [f"const i64 first = m * {encoding.block}, at = m;", *body]
         blocks = f"{size(rows)} / {encoding.block}"
         return [
-            f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            f"for_tiles({blocks}, {size(plain(k))}, pool, [&](i64 m, i64 j0, i64 j1) {{",
             *inner(lines),
             "});",
         ]
@@ -375,7 +375,7 @@ class _Writer(SegmentWriter):
             f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
             f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * "
             f"{columns}, u8(0));",
-            f"for_tiles({groups}, {columns}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            f"for_tiles({groups}, {columns}, pool, [&](i64 m, i64 j0, i64 j1) {{",
             *inner(body),
             "});",
         ]
@@ -423,7 +423,7 @@ class _Writer(SegmentWriter):
             "}",
         ]
         return [
-            f"for_tiles({size(plain(groups) * k)}, {n}, team, [&](i64 m, i64 j0, i64 j1) {{",
+            f"for_tiles({size(plain(groups) * k)}, {n}, pool, [&](i64 m, i64 j0, i64 j1) {{",
             *inner(body),
             "});",
         ]
@@ -462,7 +462,7 @@ def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
 def _for_all_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
     """`body` for each m; a thread takes rows with about the same number of elements at a time."""
     step = f"rows_per_step({size(width)})"
-    return [f"for_rows({size(rows)}, {step}, team, [&](i64 m) {{", *inner(body), "});"]
+    return [f"for_rows({size(rows)}, {step}, pool, [&](i64 m) {{", *inner(body), "});"]
 
 
 def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") -> list[str]:

@@ -30,23 +30,23 @@ struct Segment {
 $members
 
     // What runs first: checks, routing. False if the reference would raise.
-    bool first([[maybe_unused]] Team& team) const {
+    bool first([[maybe_unused]] ThreadPool& pool) const {
 $first
         return true;
     }
 
 $functions
 
-    int run(Product product, Team& team) const {
-        if (!first(team)) return BAD;
+    int run(Product product, ThreadPool& pool) const {
+        if (!first(pool)) return BAD;
 $nothing
 $body
         return GOOD;
     }
 };
 
-int run(void* const* p, const long long* n, Product product, Team& team) {
-    return Segment{$arguments}.run(product, team);
+int run(void* const* p, const long long* n, Product product, ThreadPool& pool) {
+    return Segment{$arguments}.run(product, pool);
 }
 """)
 
@@ -190,7 +190,7 @@ class SegmentWriter(Writer):
     def _first_topk_ids(self, op: Op) -> list[str]:
         (ids,), tokens, bias = op.outputs, size(op.values[0].type.shape[0]), router.bias(op)
         given = f"{self.array(op.values[0])}, {self.array(bias) if bias else 'nullptr'}, {tokens}"
-        return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, team);"]
+        return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, pool);"]
 
     def _first_topk_weights(self, op: Op) -> list[str]:
         return [self.of_weights(op)]
@@ -205,7 +205,7 @@ class SegmentWriter(Writer):
             k,
             router.factor(op),
             self.names[op.outputs[0]],
-            "team",
+            "pool",
         ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
 

@@ -4,7 +4,7 @@ whole program.
 run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
 run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of
                                     the program; stops at one that finds bad input
-run_in(p, n, products, team)        the same in the parallel region of a team
+run_in(p, n, products, pool)        the same in the parallel region of a pool
 
 products: the grouped product of each segment's encoding, null for one without.
 """
@@ -50,20 +50,24 @@ def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
             f"namespace {{\nnamespace segment_{i} {{\n",
             source.text,
             f"}}  // namespace segment_{i}\n}}  // namespace\n",
-            _entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]),
+            _entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, pool);"]),
         ]
     if steps:
         calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
-        body = indented(["Team& team = *static_cast<Team*>(of_caller);", *calls, "return GOOD;"])
+        body = indented(
+            ["ThreadPool& pool = *static_cast<ThreadPool*>(of_caller);", *calls, "return GOOD;"]
+        )
         parts += [
             f'extern "C" int run_in({_ARRAYS}, void* of_caller) {{\n{body}\n}}\n',
-            _entry("run", ["return run_in(p, n, products, &team);"]),
+            _entry("run", ["return run_in(p, n, products, &pool);"]),
         ]
     return "\n".join(parts)
 
 
 def _entry(name: str, body: Sequence[str]) -> str:
-    region = indented(["return Team::run(threads, [&](Team& team) -> int {", *inner(body), "});"])
+    region = indented(
+        ["return ThreadPool::run(threads, [&](ThreadPool& pool) -> int {", *inner(body), "});"]
+    )
     return f'extern "C" int {name}({_ARRAYS}, int threads) {{\n{region}\n}}\n'
 
 
@@ -80,6 +84,6 @@ def _call(i: int, step: Step) -> list[str]:
         "{",
         f"    void* const q[] = {{{arrays}}};",
         f"    const long long m[] = {{{sizes or 0}}};",
-        f"    if (segment_{i}::run(q, m, {_product(i)}, team) != GOOD) return BAD;",
+        f"    if (segment_{i}::run(q, m, {_product(i)}, pool) != GOOD) return BAD;",
         "}",
     ]

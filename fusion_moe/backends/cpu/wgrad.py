@@ -57,7 +57,7 @@ class _Writer(SegmentWriter):
             "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store(g, m "
             "+ r, j, count, p + r * stride);",
             "};",
-            "product(&problem, &team);",
+            "product(&problem, &pool);",
         ]
 
     def store_run(self) -> list[str]:

@@ -6,8 +6,8 @@
 
 using Isa = TransposedIsa<F32, Pairs, Weight>;
 
-extern "C" void product(const Problem* problem, Team* team) {
+extern "C" void product(const Problem* problem, ThreadPool* pool) {
     with_type(problem->activation, [=](auto x) {
-        GroupedMM<Isa, Isa::Reader<decltype(x)>, decltype(x)>(*problem).run(*team);
+        GroupedMM<Isa, Isa::Reader<decltype(x)>, decltype(x)>(*problem).run(*pool);
     });
 }

@@ -9,9 +9,9 @@ using Isa = std::conditional_t<
     HAS_E2M1_CODES<Weight>, IsaOfCodes<Weight>,
     std::conditional_t<ARE_BYTES<Weight>, BytesIsa<Weight>, DequantizedIsa<F32, Pairs, Weight>>>;
 
-extern "C" void product(const Problem* problem, Team* team) {
+extern "C" void product(const Problem* problem, ThreadPool* pool) {
     with_type(problem->activation,
-              [=](auto x) { GroupedMM<Isa, Weight, decltype(x)>(*problem).run(*team); });
+              [=](auto x) { GroupedMM<Isa, Weight, decltype(x)>(*problem).run(*pool); });
 }
 
 // p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N];

@@ -37,14 +37,14 @@ class GroupedMM {
           tile_m_(
               std::min(TileM<Isa, A>::of(K), problem.row_order ? RowKernel::MAX_ROWS : TILE_M)) {}
 
-    void run(Team& team) {
+    void run(ThreadPool& pool) {
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
-        team.share(last == 0 ? 0 : ANY_NUMBER, [&](Items& items) {
+        pool.share(last == 0 ? 0 : ANY_NUMBER, [&](Items& items) {
             static thread_local ThreadState state;
             [[maybe_unused]] const typename Isa::Thread thread{};
             state.group = -1, state.row = nullptr;
             Weight::begin();
-            plan(team.threads(), state.work_tiles);
+            plan(pool.threads(), state.work_tiles);
             const auto next_work_tile = [&] {
                 const i64 i = items.next();
                 const WorkTile* found = i >= 0 && i < i64(state.work_tiles.size())
@@ -60,7 +60,7 @@ class GroupedMM {
                 compute(work_tile, state);
             }
         });
-        for_rows(p_.rows - last, 16, team, [&](i64 i) { store_ungrouped_row(last + i); });
+        for_rows(p_.rows - last, 16, pool, [&](i64 i) { store_ungrouped_row(last + i); });
     }
 
   private:

@@ -12,8 +12,8 @@ using Isa = Int8Isa<Weight>;
 #endif
 #include "grouped_mm.h"
 
-extern "C" void product(const Problem* problem, Team* team) {
+extern "C" void product(const Problem* problem, ThreadPool* pool) {
     with_type(problem->activation, [=](auto x) {
-        GroupedMM<Isa, OfAnyScales<Weight>, decltype(x)>(*problem).run(*team);
+        GroupedMM<Isa, OfAnyScales<Weight>, decltype(x)>(*problem).run(*pool);
     });
 }

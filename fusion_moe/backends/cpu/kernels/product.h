@@ -14,7 +14,7 @@
 #pragma once
 
 #include "numbers.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -57,6 +57,6 @@ void with_type(int activation, const Body& body) {
     body(float());
 }
 
-using Product = void (*)(const Problem* problem, Team* team);
+using Product = void (*)(const Problem* problem, ThreadPool* pool);
 
 }  // namespace

@@ -50,8 +50,8 @@ struct TopK {
 
     // logits [T, E], bias [E] or null -> ids [T, K]
     template <class T, class Id>
-    static void run(const T* logits, const float* bias, i64 tokens, Id* ids, Team& team) {
-        for_rows(tokens, rows_per_step(E), team, [&](i64 t) {
+    static void run(const T* logits, const float* bias, i64 tokens, Id* ids, ThreadPool& pool) {
+        for_rows(tokens, rows_per_step(E), pool, [&](i64 t) {
             std::vector<float> numbers(E);
             std::vector<u32> keys(E);
             for (i64 e = 0; e < E; ++e) numbers[e] = widen(logits[t * E + e]);
@@ -112,8 +112,8 @@ constexpr float EPSILON = 1e-20f;  // beside a sum of sigmoids, which may be 0
 // logits [T, E], ids [T, k] -> w [T, k]
 template <bool SIGMOID, bool RENORMALIZE, class T, class Id, class W>
 void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k, float factor,
-                  W* w, Team& team) {
-    for_rows(tokens, rows_per_step(experts), team, [&](i64 t) {
+                  W* w, ThreadPool& pool) {
+    for_rows(tokens, rows_per_step(experts), pool, [&](i64 t) {
         std::vector<float> all(experts), s(k);
         scores_of<SIGMOID, RENORMALIZE>(logits + t * experts, ids + t * k, experts, k, s.data(),
                                         all.data());
@@ -127,8 +127,8 @@ void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k
 // The derivative: ir/kinds/router.py has it in formulas.
 template <bool SIGMOID, bool RENORMALIZE, class T, class Id>
 void topk_weights_backward(const T* logits, const Id* ids, const float* dw, i64 tokens, i64 experts,
-                           i64 k, float factor, T* dlogits, Team& team) {
-    for_rows(tokens, rows_per_step(experts), team, [&](i64 t) {
+                           i64 k, float factor, T* dlogits, ThreadPool& pool) {
+    for_rows(tokens, rows_per_step(experts), pool, [&](i64 t) {
         std::vector<float> all(experts), s(k), g(k);
         const Id* const chosen = ids + t * k;
         scores_of<SIGMOID, RENORMALIZE && !SIGMOID>(logits + t * experts, chosen, experts, k,

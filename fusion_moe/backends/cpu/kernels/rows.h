@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "numbers.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -159,9 +159,9 @@ inline i64 rows_per_step(i64 width) { return std::max<i64>(1, 16384 / std::max<i
 
 // Calls body(i) for i in 0..count-1, in runs of `step` or more, on all threads.
 template <class Body>
-void for_rows(i64 count, i64 step, Team& team, Body body) {
-    step = std::max(step, count / (16 * team.threads()));
-    team.share((count + step - 1) / step, [&](Items& items) {
+void for_rows(i64 count, i64 step, ThreadPool& pool, Body body) {
+    step = std::max(step, count / (16 * pool.threads()));
+    pool.share((count + step - 1) / step, [&](Items& items) {
         for (i64 run; (run = items.next()) >= 0;) {
             const i64 end = std::min(count, (run + 1) * step);
             for (i64 i = run * step; i < end; ++i) body(i);
@@ -174,10 +174,10 @@ constexpr i64 COLUMNS = 512, FEW_COLUMNS = 128;
 // Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on
 // all threads. With fewer rows than threads runs are shorter, so that there is one for each.
 template <class Body>
-void for_tiles(i64 rows, i64 columns, Team& team, Body body) {
-    const i64 width = rows < team.threads() ? FEW_COLUMNS : COLUMNS,
+void for_tiles(i64 rows, i64 columns, ThreadPool& pool, Body body) {
+    const i64 width = rows < pool.threads() ? FEW_COLUMNS : COLUMNS,
               runs = (columns + width - 1) / width;
-    for_rows(rows * runs, 1, team, [&](i64 i) {
+    for_rows(rows * runs, 1, pool, [&](i64 i) {
         body(i / runs, i % runs * width, std::min(columns, (i % runs + 1) * width));
     });
 }

@@ -37,8 +37,8 @@ inline void standalone_product(Product product, Problem problem, const Standalon
             std::memcpy(to.out + (m + r) * to.N + j, p + r * stride,
                         std::size_t(count) * sizeof(float));
     };
-    Team::run(threads, [&](Team& team) {
-        product(&problem, &team);
+    ThreadPool::run(threads, [&](ThreadPool& pool) {
+        product(&problem, &pool);
         return 0;
     });
 }

@@ -2,9 +2,9 @@
 #include "isa.h"
 #include "wgrad.h"
 
-extern "C" void product(const Problem* problem, Team* team) {
+extern "C" void product(const Problem* problem, ThreadPool* pool) {
     with_type(problem->activation, [=](auto a) {
         with_type(problem->other_activation,
-                  [=](auto b) { wgrad<decltype(a), decltype(b)>(*problem, *team); });
+                  [=](auto b) { wgrad<decltype(a), decltype(b)>(*problem, *pool); });
     });
 }

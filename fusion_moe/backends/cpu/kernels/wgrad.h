@@ -28,9 +28,9 @@ class GroupedOuter {
   public:
     explicit GroupedOuter(const Problem& problem) : p_(problem), N(problem.N), K(problem.K) {}
 
-    void run(Team& team) {
+    void run(ThreadPool& pool) {
         const std::vector<MatrixTile> tiles = plan();
-        team.share(i64(tiles.size()), [&](Items& items) {
+        pool.share(i64(tiles.size()), [&](Items& items) {
             static thread_local Scratch scratch;
             for (i64 i; (i = items.next()) >= 0;) compute(tiles[std::size_t(i)], scratch);
         });
@@ -153,10 +153,10 @@ class GroupedOuter {
 };
 
 template <class A, class B>
-void wgrad(const Problem& problem, Team& team) {
+void wgrad(const Problem& problem, ThreadPool& pool) {
     constexpr bool PAIRS =
         !std::is_void<Pairs>::value && std::is_same<A, bf16>::value && std::is_same<B, bf16>::value;
-    GroupedOuter<std::conditional_t<PAIRS, Pairs, F32>, A, B>(problem).run(team);
+    GroupedOuter<std::conditional_t<PAIRS, Pairs, F32>, A, B>(problem).run(pool);
 }
 
 }  // namespace

@@ -1,17 +1,16 @@
 // The threads of a program: one parallel region, in which the first thread runs the program and the
 // others help with its loops.
 //
-//     Team::run(threads, [&](Team& team) {                       // one fork, one join
-//         team.share(count, [&](Items& items) {                  // in each thread that comes while
-//         there is work
+//     ThreadPool::run(threads, [&](ThreadPool& pool) {       // one fork, one join
+//         pool.share(count, [&](Items& items) {              // in each thread that finds work left
 //             for (i64 i; (i = items.next()) >= 0;) compute(i);
-//         });                                                    // all items are done
+//         });                                                // all items are done
 //     });
 //
 // Between loops helpers spin, and give their CPU to others if that takes long. A loop ends when its
 // items are done, not when all threads have come: a thread that the system does not run holds
 // nobody up. Nothing is locked or allocated. Both libraries of a program have this header, and pass
-// teams to each other.
+// pools to each other.
 #pragma once
 
 #include <sched.h>
@@ -59,23 +58,23 @@ class Spin {
     int turns_ = 0;
 };
 
-class Team {
+class ThreadPool {
   public:
-    // program(team), in the calling thread, while up to `threads` - 1 others of OpenMP's help. What
+    // program(pool), in the calling thread, while up to `threads` - 1 others of OpenMP's help. What
     // it returns is returned.
     template <class Program>
     static int run(int threads, Program program) {
-        Team team(threads);
-        if (threads <= 1) return program(team);
+        ThreadPool pool(threads);
+        if (threads <= 1) return program(pool);
         int result = 0;
 #pragma omp parallel num_threads(threads)
         {
 #pragma omp master
             {
-                result = program(team);
-                team.gate_.fetch_or(END, std::memory_order_release);
+                result = program(pool);
+                pool.gate_.fetch_or(END, std::memory_order_release);
             }
-            team.help();
+            pool.help();
         }
         return result;
     }
@@ -103,7 +102,7 @@ class Team {
     static constexpr std::uint64_t INSIDE = (1 << 16) - 1, OPEN = 1 << 16, END = 1 << 17,
                                    LOOP = 1 << 18;
 
-    explicit Team(int threads) : threads_(threads) {}
+    explicit ThreadPool(int threads) : threads_(threads) {}
 
     void help() {
         std::uint64_t last = 0;  // that this thread helped with
