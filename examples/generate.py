@@ -48,11 +48,11 @@ from fusion_moe.integrations.transformers.bench import (
     FEW,
     Contender,
     Times,
+    alternating,
     beside,
     bytes_of,
     config_of,
     head,
-    in_turns,
     loaded,
     made,
 )
@@ -165,7 +165,7 @@ def layers(given: argparse.Namespace) -> None:
             for c in contenders
             if c.experts != "batched_mm" or batch <= FEW
         }
-        found, of_head = in_turns(steps, REPLAYS, REPEATS), head(model, batch, REPEATS).median
+        found, of_head = alternating(steps, REPLAYS, REPEATS), head(model, batch, REPEATS).median
         for name, times in found.items():
             show(f"{batch:6}  {name:16}", times.median, batch, steps[name], of_head)
         print(f"{batch:6}  {ratio(found)}")
@@ -173,7 +173,7 @@ def layers(given: argparse.Namespace) -> None:
         print(f"{batch:6}  without the projection to the vocabulary: {alone}", flush=True)
     ids = torch.randint(model.config.vocab_size, (1, given.prefill), device="cuda")
     prompts = {c.name: partial(c.read, ids) for c in contenders if c.experts != "batched_mm"}
-    found = in_turns(prompts, 1, REPEATS)
+    found = alternating(prompts, 1, REPEATS)
     for name, times in found.items():
         rate = given.prefill / times.median
         print(f"prompt  {name:16}{times.median * 1e6:10,.0f}{rate:12,.0f}")

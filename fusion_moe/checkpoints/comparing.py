@@ -111,7 +111,7 @@ def _matrices(source: Source) -> dict[str, _Matrix]:
 def _of_encoded(source: Source, family: Family, name: str) -> FusedOrder:
     experts = family.of(source.weights[name].elements.name)
     usual = family_order(source.directory.config)
-    return FusedOrder(in_turns=experts.in_turns if experts else usual.in_turns)
+    return FusedOrder(interleaved=experts.interleaved if experts else usual.interleaved)
 
 
 def _whole(source: Source, name: str) -> Tensor:

@@ -57,14 +57,15 @@ class InFloats:
 @dataclass(frozen=True)
 class Experts:
     """The experts of a layer. name: what files call it that have them encoded, one by one;
-    in_turns: rows of gate and up alternate in the module; floats: what its class reads and writes.
+    interleaved: rows of gate and up alternate in the module; floats: what its class reads and
+    writes.
     """
 
     name: str
     experts: int
     hidden: int
     intermediate: int
-    in_turns: bool
+    interleaved: bool
     floats: tuple[InFloats, ...]
 
 

@@ -22,10 +22,10 @@ from .headers import Read
 
 @dataclass(frozen=True)
 class FusedOrder:
-    """transposed: the weights are [E, K, N]. in_turns: rows of gate and up alternate."""
+    """transposed: the weights are [E, K, N]. interleaved: rows of gate and up alternate."""
 
     transposed: bool = False
-    in_turns: bool = False
+    interleaved: bool = False
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a weight."""
@@ -40,15 +40,18 @@ class FusedOrder:
 
     def rows(self, rows: Tensor, at: int, count: int) -> Tensor:
         """The rows [N, ...] of matrix number `at` of `count` -> [N / count, ...]"""
-        return rows[at::count] if self.in_turns else rows.chunk(count)[at]
+        return rows[at::count] if self.interleaved else rows.chunk(count)[at]
 
 
 AS_STORED = FusedOrder()
-_GATE_THEN_UP, _IN_TURNS = FusedOrder(transposed=True), FusedOrder(transposed=True, in_turns=True)
+_GATE_THEN_UP, _INTERLEAVED = (
+    FusedOrder(transposed=True),
+    FusedOrder(transposed=True, interleaved=True),
+)
 _TRANSPOSED = {  # by the model_type of config.json
     "aria": _GATE_THEN_UP,
     "aria_text": _GATE_THEN_UP,
-    "gpt_oss": _IN_TURNS,
+    "gpt_oss": _INTERLEAVED,
     "llama4": _GATE_THEN_UP,
     "llama4_text": _GATE_THEN_UP,
     "openai_privacy_filter": _GATE_THEN_UP,
@@ -77,7 +80,7 @@ def order_of(
     if up is not None and down is not None and len(up) == len(down) == 3:
         if (up[0], up[2], up[1]) == (down[0], down[1], down[2] * (1 + gated)):
             return FusedOrder(
-                in_turns=gated and layer.projections["gate_up_proj"][0].endswith("w13_weight")
+                interleaved=gated and layer.projections["gate_up_proj"][0].endswith("w13_weight")
             )
         if family is not None and gated and up == (down[0], down[2], down[1] * 2):
             return family

@@ -85,7 +85,7 @@ class Layer:
 
         def read(name: str, e: int) -> Tensor:
             stored, at, count = self._place(name, e)
-            order = FusedOrder(in_turns=self.experts.in_turns)
+            order = FusedOrder(interleaved=self.experts.interleaved)
             return order.rows(matrix(stored, e), at, count)
 
         return read

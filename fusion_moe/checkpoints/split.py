@@ -256,7 +256,9 @@ def _rows(t: Tensor, order: FusedOrder, n: int, at: int, count: int, dtype: torc
     words.
     """
     blocks = BLOCK[0] if dtype == torch.float8_e4m3fn and len(t) != n else max(1, n // len(t))
-    if count > 1 and ((n // count) % blocks or len(t) % count or (order.in_turns and blocks > 1)):
+    if count > 1 and (
+        (n // count) % blocks or len(t) % count or (order.interleaved and blocks > 1)
+    ):
         raise UnsupportedError(
             f"{len(t)} for {n} rows, of which gate and up share some",
             expected="matrices of whole blocks",

@@ -107,8 +107,8 @@ def test_to_peft(targets, tmp_path):
 @pytest.mark.judges("peft")
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
 def test_families(family, tmp_path):
-    """Weights stored either way, gate and up in turns, no gate: the same is added to the weights as
-    they are here.
+    """Weights stored either way, gate and up interleaved, no gate: the same is added to the weights
+    as they are here.
     """
     model = tiny(family)
     ours = copy.deepcopy(model)

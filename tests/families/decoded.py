@@ -46,7 +46,7 @@ def meant(made: nn.Module, original: nn.Module) -> nn.Module:
     name = "gate_up" if hasattr(original, "gate_up_proj") else "up"
     up = decoded(state, name)
     if not concatenated:
-        up = torch.stack(up.chunk(2, 1), 2).flatten(1, 2)  # rows of gate and up in turns
+        up = torch.stack(up.chunk(2, 1), 2).flatten(1, 2)  # rows of gate and up interleaved
     for key, weight in ((f"{name}_proj", up), ("down_proj", decoded(state, "down"))):
         parameter = getattr(other, key)
         assert parameter.shape == (weight.mT if transposed else weight).shape

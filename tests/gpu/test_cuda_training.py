@@ -213,7 +213,7 @@ def loop(
     alpha: float,
     up_offset: float,
 ) -> Tensor:
-    """The layer in plain torch, expert by expert, gate and up in turns."""
+    """The layer in plain torch, expert by expert, gate and up interleaved."""
     y = torch.zeros_like(x)
     gate_up, down, *biases = parts
     for e in range(len(gate_up)):

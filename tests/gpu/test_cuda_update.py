@@ -65,7 +65,7 @@ def test_numbers_in_the_order_of_gpt_oss(encoding, size):
     """Square ones too, by the kernels that round."""
     gate_up, down = (t.cuda().bfloat16() for t in float_weights(*size, 0))
     module = made(encoding, [gate_up, down])
-    module.transposed = module.in_turns = True
+    module.transposed = module.interleaved = True
     fusion_moe.prepare_(module)
     before = copied(module)
     floats = {"gate_up_proj": interleave(gate_up, 1, 1).mT, "down_proj": down.mT}

@@ -188,17 +188,17 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
     def _b(self, adapter_name: str) -> Tensor:
         weight = self.lora_B.get_parameter(f"{adapter_name}.weight")
         b = b_from_peft(weight, self.num_experts)
-        return deinterleave(b, 1, 1) if self._in_turns else b
+        return deinterleave(b, 1, 1) if self._interleaved else b
 
     @property
-    def _in_turns(self) -> bool:
+    def _interleaved(self) -> bool:
         packed: Any = self._packed
-        return bool(packed.in_turns and self.encoded == "gate_up")
+        return bool(packed.interleaved and self.encoded == "gate_up")
 
     def fill_(self, a: Tensor, b: Tensor) -> None:
         """Gives the one adapter A [E, r, K] and B [E, N, r]."""
         (name,) = self._active
-        factors = to_peft(a, interleave(b, 1, 1) if self._in_turns else b)
+        factors = to_peft(a, interleave(b, 1, 1) if self._interleaved else b)
         with torch.no_grad():
             for layers, t in zip((self.lora_A, self.lora_B), factors, strict=True):
                 layers.get_parameter(f"{name}.weight").copy_(t)

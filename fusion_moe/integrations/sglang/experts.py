@@ -153,7 +153,7 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoEMethod):
 
 
 class FusionMoeMxfp4Method(ExpertsMethod, Mxfp4MoEMethod):
-    """Experts in MXFP4: gpt-oss's, with biases and rows of gate and up in turns, and others."""
+    """Experts in MXFP4: gpt-oss's, with biases and rows of gate and up interleaved, and others."""
 
     scheme = PACKED_MXFP4
     parts = ("weight", "weight_scale")

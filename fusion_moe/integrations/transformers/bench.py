@@ -189,12 +189,14 @@ def compared(
             steps[contender.name] = decoder = contender.decoder(length, batch)
             decoder.prompt(_ids(contender.model, batch, context))
         phase(f"timing steps of {count(batch, 'sequence')}")
-        for name, found in in_turns({n: d.step for n, d in steps.items()}, times, repeats).items():
+        for name, found in alternating(
+            {n: d.step for n, d in steps.items()}, times, repeats
+        ).items():
             yield Row("decode", name, batch, found)
     phase(f"timing prompts of {count(prompt, 'token')}")
     ids = _ids(contenders[0].model, 1, prompt)
     prompts = {c.name: partial(c.read, ids) for c in _for_tokens(contenders, prompt)}
-    for name, found in in_turns(prompts, 1, repeats).items():
+    for name, found in alternating(prompts, 1, repeats).items():
         yield Row("prompt", name, prompt, found)
 
 
@@ -217,11 +219,11 @@ def head(model: Any, batch: int, repeats: int) -> Times:
     call: Callable[[], object] = partial(project, x)
     if model.device.type == "cuda":
         call = captured(call)
-    return in_turns({"": call}, 20, repeats)[""]
+    return alternating({"": call}, 20, repeats)[""]
 
 
 @torch.no_grad()
-def in_turns(
+def alternating(
     calls: Mapping[str, Callable[[], object]], times: int, repeats: int
 ) -> dict[str, Times]:
     """What each call takes, in runs of so many calls, in turns. The first run does not count."""

@@ -137,16 +137,16 @@ def _described(name: str, t: Tensor, part: _Part, where: str) -> InFloats:
     every = [*range(rows)]
     ways = [(every, projection, False)]
     if gated:
-        in_turns = [i for pair in zip(every[:half], every[half:], strict=True) for i in pair]
+        interleaved = [i for pair in zip(every[:half], every[half:], strict=True) for i in pair]
         ways += [
             (every[:half], "gate_proj", False),
             (every[half:], "up_proj", False),
-            (in_turns, projection, True),
+            (interleaved, projection, True),
         ]
     way = next((way for way in ways if way[0] == of_rows), None)
     found = None
     if way is not None:
-        order = FusedOrder(transposed, in_turns=way[2])
+        order = FusedOrder(transposed, interleaved=way[2])
         found = InFloats(name, way[1], experts, order, bias, alone)
     if found is None or not _is_whole(found, t - part.first, part):
         raise UnsupportedError(

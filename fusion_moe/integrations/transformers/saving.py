@@ -154,7 +154,7 @@ def _source_for_saving(model: Any, name: str, module: Projections, source: Sourc
         return source
     if _is_gpt_oss(model):
         below = {weight: (f"{weight}_proj",) for weight in module.projections}
-        return Source(name, GPT_OSS.scheme, below, in_turns=True)
+        return Source(name, GPT_OSS.scheme, below, interleaved=True)
     scheme = _form(module, name).scheme
     if source is not None:
         return replace(source, scheme=scheme, rounds=False)
@@ -174,7 +174,7 @@ def _is_gpt_oss(model: Any) -> bool:
     alternate.
     """
     encoded = [m for m in model.modules() if isinstance(m, PackedModule)]
-    return all(m.encoding == MXFP4 and getattr(m, "in_turns", False) for m in encoded)
+    return all(m.encoding == MXFP4 and getattr(m, "interleaved", False) for m in encoded)
 
 
 def _form(module: PackedModule, name: str) -> Form:

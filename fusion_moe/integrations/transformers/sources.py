@@ -31,14 +31,14 @@ class Row(NamedTuple):
     """A parameter, or a buffer, and its tensors in files: `part.suffix` follows each of the names.
 
     Their rows follow one another. `*` in a name stands for the number of an expert; a name without
-    it has all of them. in_turns: rows of gate and up alternate in the file. scheme: of elements,
+    it has all of them. interleaved: rows of gate and up alternate in the file. scheme: of elements,
     beside which are its fixed tensors.
     """
 
     parameter: str
     names: tuple[str, ...]
     part: StoredPart
-    in_turns: bool
+    interleaved: bool
     scheme: Scheme | None = None
 
 
@@ -47,7 +47,7 @@ class Source:
     """Where a module is stored: its name in the model, and for each of its weights the names below
     it, gate before up.
 
-    `*` stands for the number of an expert. in_turns: gate and up rows alternate in the file.
+    `*` stands for the number of an expert. interleaved: gate and up rows alternate in the file.
     input_scale: the suffix of the scales of activations, which are kept; "" if there are none.
     rounds: whether the module does not have the parts that the files have: they are floats, with
     scales or without, or of several schemes, and become floats, or are rounded to fewer bits.
@@ -56,7 +56,7 @@ class Source:
     name: str
     scheme: Scheme
     names: Mapping[str, tuple[str, ...]]
-    in_turns: bool = False
+    interleaved: bool = False
     input_scale: str = ""
     rounds: bool = False
 
@@ -88,11 +88,11 @@ class Source:
                 )
             for key, part in tensors.items():
                 scheme = self.scheme if part is self.scheme.parts[0] else None
-                yield Row(key, names, part, self.in_turns and weight == "gate_up", scheme)
+                yield Row(key, names, part, self.interleaved and weight == "gate_up", scheme)
 
 
 def find_experts(
-    name: str, gated: bool, in_turns: bool, experts: int, weights: Weights, encoded: Weights
+    name: str, gated: bool, interleaved: bool, experts: int, weights: Weights, encoded: Weights
 ) -> Source | None:
     """Where a module of experts is stored, with the scheme of the first of its weights that is
     encoded; None if none of them is.
@@ -103,7 +103,7 @@ def find_experts(
         names = (tuple(star + below for below in each) for each in projections)
         keys = "gate_up" if gated else "up", "down"
         below = dict(zip(keys, names, strict=True))
-        source = Source(name, FLOATS, below, in_turns and not gate)
+        source = Source(name, FLOATS, below, interleaved and not gate)
         for projection in keys:
             for each in source.weights(projection, experts):
                 for one in each:

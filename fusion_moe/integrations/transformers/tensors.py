@@ -67,20 +67,20 @@ def _load_floats(
     contract = layout_of(module)
     assert contract is not None, source.name
     for key, (projection, names) in zip(contract.names, source.names.items(), strict=False):
-        in_turns = len(names) > 1 and not contract.concatenated
+        interleaved = len(names) > 1 and not contract.concatenated
         first = getattr(module, "first_expert", None) or 0
         like, of = module.get_parameter(key), source.weights(projection, contract.experts, first)
         whole = torch.empty(like.shape, dtype=like.dtype)
         for e, expert in enumerate(zip(*of, strict=True)):
             rows = torch.cat([_floats(weights[name], read) for name in expert])
-            rows = interleave(rows, 1) if in_turns else rows
+            rows = interleave(rows, 1) if interleaved else rows
             whole[e].copy_(rows.mT if contract.transposed else rows)
         _set(module, key, whole.to(device))
         if contract.has_bias:
             each = (
                 torch.cat([read(f"{name}.bias") for name in one]) for one in zip(*of, strict=True)
             )
-            bias = torch.stack([interleave(one, 1) if in_turns else one for one in each])
+            bias = torch.stack([interleave(one, 1) if interleaved else one for one in each])
             _set(module, f"{key}_bias", bias.to(device, like.dtype))
 
 
@@ -133,7 +133,7 @@ def _loaded(row: Row, module: PackedModule, read: Read, device: Any) -> Tensor:
     t = row.part.to_part(read(row.names[0] + row.part.suffix), n=len(like) if like.dim() else None)
     if isinstance(module, Projections) and t.dim():
         t = t[first : first + len(whole)]
-        t = _share(deinterleave(t, 1, 1) if row.in_turns else t, row, module, 1)
+        t = _share(deinterleave(t, 1, 1) if row.interleaved else t, row, module, 1)
     return whole.copy_(t)
 
 
@@ -215,7 +215,7 @@ def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
             expected="one scale for all experts",
             where=row.names[0],
         )
-    turned = row.in_turns and row.part.direction is None
+    turned = row.interleaved and row.part.direction is None
     yield from _with_fixed(row, row.names[0], interleave(t, 1, 1) if turned else t)
 
 

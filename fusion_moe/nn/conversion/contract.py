@@ -143,7 +143,7 @@ def experts_from(
             activation=activation,
         )
     made.transposed = contract.transposed
-    made.in_turns = contract.has_gate and not contract.concatenated
+    made.interleaved = contract.has_gate and not contract.concatenated
     return made.train(module.training)
 
 

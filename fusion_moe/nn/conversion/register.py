@@ -38,8 +38,8 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
     did not return a new module.
 
     `update_weights_` takes floats in the order of `from_float`. For a class that stores [E, K, N]
-    under the same names, set `transposed = True` on what is made, and `in_turns = True` for rows of
-    gate and up that alternate.
+    under the same names, set `transposed = True` on what is made, and `interleaved = True` for rows
+    of gate and up that alternate.
 
     Args:
         cls: a class of modules.

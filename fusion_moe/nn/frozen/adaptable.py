@@ -36,7 +36,7 @@ class AdaptableModule(PackedModule):
     # how the module that this one was converted from stores floats: as [E, K, N]; with rows of gate
     # and up that alternate; under names of its own, for which these are this module's
     transposed = False
-    in_turns = False
+    interleaved = False
     renamed: Mapping[str, str] = MappingProxyType({})
     weights = "packed"
     folded_from = 0
@@ -77,7 +77,7 @@ class AdaptableModule(PackedModule):
         from stores it -> [E, N, K] or [E, N], gate above up.
         """
         t = t.mT if self.transposed and t.dim() == 3 else t
-        return deinterleave(t, 1, 1) if self.in_turns and projection == "gate_up" else t
+        return deinterleave(t, 1, 1) if self.interleaved and projection == "gate_up" else t
 
     def _folded(self, rows: int) -> bool:
         """Whether products of so many rows read folded weights."""

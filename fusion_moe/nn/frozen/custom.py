@@ -109,8 +109,8 @@ class CustomExperts(Projections):
 
     def _up(self, rows: Tensor, ends: Tensor) -> Tensor:
         y = self._biased_product(self.projections[0], rows, ends)
-        in_turns = self.function.has_gate and not self.function.is_concatenated
-        return interleave(y, 1, -1) if in_turns else y
+        interleaved = self.function.has_gate and not self.function.is_concatenated
+        return interleave(y, 1, -1) if interleaved else y
 
     def _biased_product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
         y = self._product(projection, rows, ends)

@@ -44,8 +44,8 @@ def update_weights_(
     An encoded weight takes either numbers, floats under the name of its elements, or all of its
     parts as a state dict has them. Numbers are those of the module that `quantize_` replaced, in
     its order, which the family decides, never a shape: gpt-oss stores gate_up_proj [E, H, 2I] with
-    gate and up in turns, and down_proj [E, I, H]; Llama-4 and Aria [E, H, 2I], gate before up. So
-    the state dict of the float model is right as it is. `Experts` that no `quantize_` made take
+    gate and up interleaved, and down_proj [E, I, H]; Llama-4 and Aria [E, H, 2I], gate before up.
+    So the state dict of the float model is right as it is. `Experts` that no `quantize_` made take
     what their constructors do, gate_up_proj [E, 2I, H], rows as the module has them, and down_proj
     [E, H, I]; `QuantizedLinear` takes weight [N, K]. A bias is in the order of its weight: that of
     the float module, unless the same update has parts of the weight.
@@ -365,7 +365,7 @@ def _places(module: nn.Module) -> dict[str, _Place]:
     """By the names of a state dict, all that an update may change."""
     found: dict[str, _Place] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
-        where, turned = f"{name}." if name else "", getattr(owner, "in_turns", False)
+        where, turned = f"{name}." if name else "", getattr(owner, "interleaved", False)
         for key, t in (*owner._parameters.items(), *owner._buffers.items()):
             if t is not None and key not in owner._non_persistent_buffers_set:
                 bias_of = "gate_up" if turned and key == "gate_up_proj_bias" else ""

@@ -298,7 +298,7 @@ class SReGLU(_GLU):
 
 
 def interleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Blocks of gate rows and of linear rows in turns.
+    """Blocks of gate rows and of linear rows, interleaved.
 
     Args:
         rows: a weight or bias, its gate rows before its linear rows along `dim`.

@@ -203,14 +203,14 @@ def with_kernels(mesh):
 
 
 def variants() -> list[Experts]:
-    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases,
+    """Experts as plan "tp" meets them: two scales a matrix, gate and up interleaved with biases,
     blocks of 32, scales of rows, of halves.
     """
     gate_up, down = float_weights(E, H, I)
     bias = {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
     turns = experts_on_cpu(E, H, I)
-    in_turns = Experts(
+    interleaved = Experts(
         turns.weight_of("gate_up").with_(decode_scale=turns.gate_up_decode_scale[:, 1]),
         turns.weight_of("down"),
         activation=swiglu(interleave=1),
@@ -221,7 +221,7 @@ def variants() -> list[Experts]:
     )  # each with a scale, of whose rows ranks have others
     made = (
         turns,
-        in_turns,
+        interleaved,
         Experts(*mxfp4, activation=swiglu(interleave=8)),
         Experts(*scales_of_rows(gate_up, down)),
         halves,

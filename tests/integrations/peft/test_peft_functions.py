@@ -58,7 +58,9 @@ def decoded(ours: Any, original: Any = None) -> Any:
             contract = nn.contract_of(experts)
             for p in module.projections:
                 weight = dequantize(module.weight_of(p)).float()
-                rows = nn.interleave(weight, 1, 1) if module.in_turns and p == "gate_up" else weight
+                rows = (
+                    nn.interleave(weight, 1, 1) if module.interleaved and p == "gate_up" else weight
+                )
                 parameter = experts.get_parameter(f"{p}_proj")
                 parameter.data = rows.mT.contiguous() if contract.transposed else rows
     return model
@@ -102,7 +104,7 @@ def assert_near(found: Tensor, want: Tensor, error: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_names_shapes_values_and_gradients_are_those_on_floats(family, tmp_path):
-    """Weights stored either way round, gate and up in turns, no gate. Files go both ways."""
+    """Weights stored either way round, gate and up interleaved, no gate. Files go both ways."""
     from peft import PeftModel
 
     original = tiny(family)

@@ -67,7 +67,7 @@ def test_qwen3_moe_in_nvfp4(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """Biases, rows of gate and up in turns; SGLang makes the model's activations bfloat16."""
+    """Biases, rows of gate and up interleaved; SGLang makes the model's activations bfloat16."""
     convert(MADE / "mxfp4-gpt_oss", tmp_path / "dense", to="dense")
     errors, _ = found("blocks.py", MADE / "mxfp4-gpt_oss", tmp_path / "dense")
     assert errors

@@ -240,7 +240,7 @@ def _experts(key: str, tensors: dict[str, Tensor], module: Any) -> Tensor:
 
 
 def _biases(key: str, tensors: dict[str, Tensor], like: Tensor) -> Tensor:
-    """Biases under the names of each expert, gate and up in turns."""
+    """Biases under the names of each expert, gate and up interleaved."""
     base, _, name = key.removesuffix("_bias").rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     return torch.stack(

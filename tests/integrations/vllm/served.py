@@ -284,7 +284,7 @@ def gpt_oss_between_two(folder: Path) -> Path:
         if "k_proj" in name or "v_proj" in name:
             tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1))
         elif ".experts.gate_up_proj_" in name:
-            # rows of gate and up in turns
+            # rows of gate and up interleaved
             tensors[name] = torch.cat([tensors[name], tensors[name][:, :64]], 1)
         elif name.endswith((".experts.down_proj_blocks", ".experts.down_proj_scales")):
             tensors[name] = torch.cat([tensors[name], tensors[name][:, :, :1]], 2)

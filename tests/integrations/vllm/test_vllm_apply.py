@@ -130,7 +130,7 @@ def modelopt(
 
 
 def gpt_oss(plugin: Any, device: str) -> tuple[Any, Any, Any]:
-    """The same, of gpt-oss: biases, gate and up in turns, clamped."""
+    """The same, of gpt-oss: biases, gate and up interleaved, clamped."""
     method = plugin("mxfp4").FusionMoeGptOssMethod(configuration("swigluoai", True))
     g = torch.Generator().manual_seed(0)
     w13, w2 = (

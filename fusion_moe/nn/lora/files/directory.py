@@ -133,8 +133,8 @@ def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     adapters, factors = dict(adapters_of(module)), list[Tensor]()
     for projection, adapter in adapters.items():
         a, b = gathered(adapter.A.detach()), gathered(adapter.B.detach())
-        in_turns = module.in_turns and projection == "gate_up"
-        factors += to_peft(a, interleave(b, 1, 1) if in_turns else b)
+        interleaved = module.interleaved and projection == "gate_up"
+        factors += to_peft(a, interleave(b, 1, 1) if interleaved else b)
     return zip(_keys(name, adapters), factors, strict=True)
 
 
@@ -230,7 +230,7 @@ def _factors(
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
         a = a_from_peft(tensors[key_a], _experts(module))
         b = b_from_peft(tensors[key_b], _experts(module))
-        b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
+        b = deinterleave(b, 1, 1) if module.interleaved and projection == "gate_up" else b
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         yield a, b
