@@ -40,16 +40,17 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test test-thunder vllm sglang check lint docs docs-links clean
+.PHONY: help demo test test-all test-thunder vllm sglang check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
-	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
+	@echo 'make test    each behaviour, in two lanes: ten minutes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
+	@echo 'make test-all   the same with all cells of all grids, more drawn examples and fuzzing: about 45 minutes'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
 	@echo 'make sglang  the tests of the plug-in for SGLang, on CPUs; about 5 minutes, not part of make test'
-	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
+	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels'
 	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), $(VENV_SGLANG), caches and built packages'
@@ -71,17 +72,18 @@ help:
 demo: $(VENV)/.ready-base
 	$(BIN)/python -u examples/demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.ready-test
+test-all: ALL := --all
+test test-all: $(VENV)/.ready-test
 	@status=0; \
-	echo '== base lane: $(BIN)/python -m pytest $(PYTEST_ARGS)'; \
-	$(BIN)/python -m pytest $(PYTEST_ARGS) || status=1; \
+	echo '== base lane: $(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS)'; \
+	$(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS) || status=1; \
 	base="ran ($$($(BIN)/python $(VERSIONS) torch))"; \
 	full=$$($(WHY_NOT)); \
 	if [ -n "$$full" ]; then full="did not run: $$full"; \
 	elif ! $(GET_FULL); then full='did not run: its set-up failed'; status=1; \
 	else \
-	    echo '== full lane: $(FULL)/python -m pytest $(PYTEST_ARGS)'; \
-	    $(FULL)/python -m pytest $(PYTEST_ARGS) || status=1; \
+	    echo '== full lane: $(FULL)/python -m pytest $(ALL) $(PYTEST_ARGS)'; \
+	    $(FULL)/python -m pytest $(ALL) $(PYTEST_ARGS) || status=1; \
 	    full="ran ($$($(FULL)/python $(VERSIONS) torch nvfuser-cu128-torch210 lightning-thunder))"; \
 	fi; \
 	echo "lanes: base $$base; full $$full"; \
@@ -90,22 +92,22 @@ test: $(VENV)/.ready-test
 test-thunder: $(VENV)/.ready-base
 	@full=$$($(WHY_NOT)); if [ -n "$$full" ]; then echo "there is no full lane: $$full"; exit 1; fi; $(GET_FULL)
 	$(FULL)/python $(INSTALL) --upgrade --no-deps --target $(VENV_FULL)/thunder-$(THUNDER) lightning-thunder==$(THUNDER)
-	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest -m thunder $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest --all -m thunder $(PYTEST_ARGS)
 
 vllm: $(VENV_VLLM)/.ready-vllm
 ifeq ($(VLLM),)
-	$(VENV_VLLM)/bin/python -m pytest tests/integrations/vllm
+	$(VENV_VLLM)/bin/python -m pytest --all tests/integrations/vllm
 else
 	$(VENV_VLLM)/bin/python $(INSTALL) --upgrade --no-deps --target $(VENV_VLLM)/vllm-$(VLLM) vllm==$(VLLM) orjson
 	ln -sf $(abspath $(VENV_VLLM))/lib/python3*/site-packages/vllm/_C*.so $(VENV_VLLM)/vllm-$(VLLM)/vllm
-	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest tests/integrations/vllm
+	PYTHONPATH=$(abspath $(VENV_VLLM))/vllm-$(VLLM) VLLM_TARGET_DEVICE=cpu $(VENV_VLLM)/bin/python -m pytest --all tests/integrations/vllm
 endif
 
 sglang: $(VENV_SGLANG)/.ready-sglang
-	$(VENV_SGLANG)/bin/python -m pytest tests/integrations/sglang
+	$(VENV_SGLANG)/bin/python -m pytest --all tests/integrations/sglang
 
 check: lint $(VENV)/.ready-test
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)
 
 lint: $(VENV)/.ready-lint
 	@status=0; \

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from cover import left_out
 
 TESTS = Path(__file__).resolve().parent
-ABOUT = 10_800  # tests of the base lane, within a tenth: tests/tools/test_number.py
+# Tests of the base lane, within a tenth, and those of `--all`: tests/tools/test_number.py.
+ABOUT, ABOUT_ALL = 9_700, 10_900
 GOLDEN = TESTS / "golden"
 # Folders of tests that depend on no version of torch, or that the newest is enough for: the full
 # lane runs none of them but for what needs nvFuser or thunder.
@@ -37,6 +39,14 @@ ONE_TORCH = {
     "integrations/peft",
     "integrations/transformers",
 }
+# Folders and files that it leaves out too without `--all`: what they use of torch is in tests of
+# operations, torch.compile and launches.
+LIKE_OTHERS = {
+    *("adapters", "gpu", "integrations/distributed", "nn", "offload", "recorder", "report"),
+    *(f"test_{name}.py" for name in ("arch", "cover", "examples", "golden_fixture", "packaging")),
+}
+OF_FULL_LANE = re.compile(r"\b(nvfuser|thunder|ways)\b")  # in the text of a file of tests
+FULL_LANE = importlib.util.find_spec("nvfuser_direct") is not None
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, database=None, deadline=None, max_examples=30
@@ -45,10 +55,15 @@ hypothesis.settings.register_profile(
     "quick", derandomize=True, database=None, deadline=None, max_examples=5
 )
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all cells of grids and tests with the mark `exhaustive` too, with more drawn "
+        "examples: make test-all",
+    )
     parser.addoption(
         "--update-golden",
         action="store_true",
@@ -63,6 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    profile = "ci" if config.getoption("--all") else "quick"
+    hypothesis.settings.load_profile(os.environ.setdefault("HYPOTHESIS_PROFILE", profile))
     if folder := config.getoption("--keep-definitions"):
         import judge
 
@@ -81,21 +98,36 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_HowLong(config), "how-long")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which the full lane runs nothing are not imported there."""
+    if not FULL_LANE or every(config) or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if _once(collection_path, config) and not OF_FULL_LANE.search(text) else None
+
+
+def _once(path: Path, config: pytest.Config) -> bool:
+    """Whether the tests of a file run in the base lane alone, but for what needs more."""
+    once = {TESTS / name for name in ONE_TORCH | (set() if every(config) else LIKE_OTHERS)}
+    return not once.isdisjoint((path, *path.parents))
+
+
+@pytest.hookimpl(trylast=True)  # folders add marks of theirs
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take long come first: a worker that begins with one when others have nothing left
-    would keep them waiting.
+    would keep them waiting. Tests that are asked for by name all run.
     """
-    long = {
-        item.path
-        for item in items
-        if item.get_closest_marker("slow") or item.get_closest_marker("once")
-    }
+    long = {item.path for item in items if any(map(item.get_closest_marker, ("slow", "once")))}
     items.sort(key=lambda item: item.path not in long)
-    folders = {TESTS / name for name in ONE_TORCH}
     for item in items:
-        once = not folders.isdisjoint(item.path.parents)
-        if once and not any(map(item.get_closest_marker, ("nvfuser", "thunder"))):
+        needs_more = any(map(item.get_closest_marker, ("nvfuser", "thunder")))
+        if _once(item.path, config) and not needs_more:
             item.add_marker("once")
+    if not every(config):
+        once = {item for item in items if FULL_LANE and item.get_closest_marker("once")}
+        rest = once | set(left_out(item for item in items if item not in once))
+        config.hook.pytest_deselected(items=list(rest))
+        items[:] = [item for item in items if item not in rest]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -109,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 f"{module} is not installed: pip install -e '.[{mark}]'; make test has it "
                 "in its full lane"
             )
-    if item.get_closest_marker("once") and importlib.util.find_spec("nvfuser_direct") is not None:
+    if item.get_closest_marker("once") and FULL_LANE:
         pytest.skip("run once, where nvFuser is not installed: in the base lane of make test")
     if item.get_closest_marker("gpu"):
         import torch
@@ -196,7 +228,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     path of tmp_path is … in it.
 
     `pytest --update-golden` writes what the code says now; `git diff` then shows what changed. In a
-    run of all tests a golden that no test reads is an error (and --update-golden removes it).
+    run of all tests, `--all`, a golden that no test reads is an error (and --update-golden removes
+    it).
     """
     read: set[Path] = set()
 
@@ -254,16 +287,17 @@ class _HowLong:
 
     def __init__(self, config: pytest.Config):
         self.config, self.begun, self.ran = config, time.monotonic(), 0
-        lane = "full" if importlib.util.find_spec("nvfuser_direct") else "base"
-        self.key = f"fusion_moe/{lane}"
+        self.lane = "full" if FULL_LANE else "base"
+        self.key = f"fusion_moe/{self.lane}{'-all' * every(config)}"
 
     def pytest_report_header(self) -> str:
         if not all_asked_for(self.config):
             return ""
         if last := self.config.cache.get(self.key, None):
             return f"{last['tests']:,} tests: the last run here took {last['minutes']:.0f} minutes"
-        lane = f"about {ABOUT:,} tests" if self.key.endswith("base") else "all tests"
-        return f"{lane}, most of whose time compilers take; no run of all of them was timed here"
+        count = ABOUT_ALL if every(self.config) else ABOUT
+        tests = f"about {count:,} tests" if self.lane == "base" else "all tests"
+        return f"{tests}, most of whose time compilers take; no run of them was timed here"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran += report.when == "setup"
@@ -295,7 +329,7 @@ class _StaleGoldens:
             self.skipped.append(_stem(report.nodeid, self.config))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus != 0 or not all_asked_for(self.config):
+        if exitstatus != 0 or not (every(self.config) and all_asked_for(self.config)):
             return
         self.stale = sorted(
             path
@@ -328,6 +362,11 @@ class _StaleGoldens:
             or (stem.parent == path.parent and path.name.startswith(f"{stem.name}."))
             for stem in self.skipped
         )
+
+
+def every(config: pytest.Config) -> bool:
+    """Whether the files that are asked for run with all their tests: with --all, or by name."""
+    return config.getoption("--all") or any("::" in arg for arg in config.args)
 
 
 def all_asked_for(config: pytest.Config) -> bool:

@@ -14,9 +14,9 @@ import torch
 
 pytest_plugins = ["pytester"]
 
-CONFTEST, IMPORTED = (
+CONFTEST, IMPORTED, COVER = (
     Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("conftest.py", "precompiled.py")
+    for name in ("conftest.py", "precompiled.py", "cover.py")
 )
 TWO_TESTS = textwrap.dedent("""
     import pytest
@@ -56,6 +56,7 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
     write(pytester, "tests/conftest.py", CONFTEST)
     write(pytester, "tests/precompiled.py", IMPORTED)
+    write(pytester, "tests/cover.py", COVER)
     write(pytester, "tests/sub/test_inside.py", TWO_TESTS)
     for name, text in GOLDENS.items():
         write(pytester, f"tests/golden/sub/test_inside/{name}", text)
@@ -90,13 +91,14 @@ def test_update_writes_missing_and_changed_and_removes_stale(workers, project):
     (folder / "test_plain.other.txt").unlink()
     write(project, "tests/golden/sub/test_inside/test_plain.txt", "old\n")
     write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
-    assert project.runpytest(*workers, "--update-golden").ret == 0
+    assert project.runpytest(*workers, "--all", "--update-golden").ret == 0
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == GOLDENS
 
 
 def test_stale_golden_fails_a_run_of_all_tests(project):
     write(project, "tests/golden/sub/test_inside/test_plain.gone.txt", "old\n")
-    result = project.runpytest()
+    assert project.runpytest().ret == 0  # which may leave out what reads it
+    result = project.runpytest("--all")
     result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
@@ -114,7 +116,7 @@ def test_stale_golden_fails_a_run_of_all_tests(project):
 )
 def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
     write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
-    assert project.runpytest(*narrowed).ret == 0
+    assert project.runpytest("--all", *narrowed).ret == 0
 
 
 def test_skipped_tests_and_files_keep_their_goldens(project):
@@ -131,7 +133,7 @@ def test_skipped_tests_and_files_keep_their_goldens(project):
     for file in "test_one", "test_all":
         write(project, f"tests/golden/{file}/test_it.txt", "x\n")
         write(project, f"tests/golden/{file}/test_it.more.txt", "x\n")
-    result = project.runpytest()
+    result = project.runpytest("--all")
     assert result.ret == 0, result.stdout.str()
 
 

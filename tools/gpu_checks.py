@@ -29,7 +29,7 @@ import torch
 
 from fusion_moe.integrations.distributed.symmetric import NO_MULTICAST
 
-_PYTEST = "-m pytest -q -p no:cacheprovider"
+_PYTEST = "-m pytest -q -p no:cacheprovider --all"
 _PARALLEL = f"{_PYTEST} -n 10 --dist worksteal"
 _SANITIZED = "tests/gpu/test_cuda_sanitized.py"
 _FEW_THREADS = ("OMP_NUM_THREADS", "4")

@@ -33,6 +33,14 @@ TIERS = ["amx"] * EMULATED + list(isa.available())
 OF_VECTORS = [tier for tier in TIERS if tier != "amx"]
 
 
+def of_file(path: str | Path) -> list[str]:
+    """The tiers that a file of tests runs without --all: this CPU's best, and another one, not the
+    same for all files.
+    """
+    best, *others = sorted(TIERS, key=lambda tier: tier != isa.available()[0])
+    return [best, *(others and [others[zlib.crc32(Path(path).name.encode()) % len(others)]])]
+
+
 @contextmanager
 def emulated_amx() -> Iterator[None]:
     """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated,

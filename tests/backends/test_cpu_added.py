@@ -33,7 +33,12 @@ from fusion_moe.layouts.groups import ends_from_sizes
 from fusion_moe.runtime.program import Program
 from fusion_moe.schedule.segment import Segment
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.once,
+    pytest.mark.usefixtures("amx"),
+    pytest.mark.slow,
+]
 SEVEN = PARTITIONS["seven"]
 
 

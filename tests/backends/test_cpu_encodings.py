@@ -32,7 +32,12 @@ from fusion_moe.encodings import (
 )
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.once,
+    pytest.mark.usefixtures("amx"),
+    pytest.mark.slow,
+]
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", "int4", *PLAIN)
 # with AMX there are kernels of its own for e2m1 codes only

@@ -15,7 +15,7 @@ from fusion_moe.encodings import MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.ir.kinds import int8
 from fusion_moe.nn import swiglu
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 
 
 def weights(encoding: str, groups: int = 3, n: int = 200, k: int = 544, seed: int = 0) -> Quantized:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import examples, few
 from cpu_tiers import (
     DTYPES,
     TIERS,
@@ -22,7 +23,7 @@ from cpu_tiers import (
     together,
 )
 from fusions import expert_mlp_variants, fusion_of_call
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
 
@@ -36,7 +37,12 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.once,
+    pytest.mark.usefixtures("amx"),
+    pytest.mark.slow,
+]
 
 
 MANY = 256  # groups; in tests of fewer the last ones are empty, so that all share a kernel
@@ -150,11 +156,12 @@ def test_every_position(tier, k):
         same(found, dequantize(weight)[0].T)
 
 
-@settings(max_examples=25)
-@given(partitions(), st.sampled_from(DTYPES), st.sampled_from(SIZES), st.sampled_from(TIERS))
-@example(Partition((0,), 0), torch.bfloat16, SIZES[0], "generic")
-@example(Partition((300, 0, 1), 5), torch.bfloat16, SIZES[1], TIERS[0])
-def test_any_groups_exactly(partition: Partition, dtype, sizes, tier):
+@pytest.mark.parametrize("tier", TIERS)
+@examples(0.25)
+@given(partition=partitions(), dtype=st.sampled_from(DTYPES), sizes=st.sampled_from(SIZES))
+@example(partition=Partition((0,), 0), dtype=torch.bfloat16, sizes=SIZES[0])
+@example(partition=Partition((300, 0, 1), 5), dtype=torch.bfloat16, sizes=SIZES[1])
+def test_any_groups_exactly(tier, partition: Partition, dtype, sizes):
     k, n = sizes
     x = small_integers(partition.rows, k, dtype=dtype)
     x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
@@ -343,7 +350,7 @@ def test_sizes_that_a_tracer_knows():
         check_segments(fusions[key], TIERS[0], inputs[key], compiled)
 
 
-@settings(max_examples=20)
+@examples(0.7)
 @given(routings())
 @example(Routing(torch.zeros(0, 2, dtype=torch.int64), 3))
 @example(Routing(torch.zeros(70, 1, dtype=torch.int32), 2))
@@ -470,9 +477,8 @@ def test_sources_are_plain_cpp():
 # Memory -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
-def test_sanitized(tier, tmp_path):
+@pytest.mark.parametrize("isa_tier", few(TIERS[::-1]))  # the last has most
+def test_sanitized(isa_tier):
     """The kernels, built with ASan and UBSan, read and write nothing that is not theirs."""
     found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
     library = Path(found.stdout.strip())
@@ -483,9 +489,9 @@ def test_sanitized(tier, tmp_path):
         **os.environ,
         "LD_PRELOAD": str(library.resolve()),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
-        "FUSION_MOE_CPU_ISA": tier,
+        "FUSION_MOE_CPU_ISA": isa_tier,
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "FUSION_MOE_CACHE_DIR": str(tmp_path),
+        "FUSION_MOE_CACHE_DIR": options.current().cache_dir,
         "PYTHONMALLOC": "malloc",
     }
     done = subprocess.run(

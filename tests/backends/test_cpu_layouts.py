@@ -22,7 +22,12 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
 from fusion_moe.layouts import LAYOUTS
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.usefixtures("amx")]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.once,
+    pytest.mark.usefixtures("amx"),
+    pytest.mark.slow,
+]
 layouts_registered = pytest.fixture(scope="module", autouse=True)(own_layouts.registered)
 encodings_registered = pytest.fixture(scope="module", autouse=True)(own_encodings.registered)
 SIZES = (1, 0, 2, 5, 40)

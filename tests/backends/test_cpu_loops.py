@@ -10,6 +10,7 @@ from typing import Any
 import long_sums
 import pytest
 import torch
+from cover import examples
 from cpu_tiers import together
 from fusions import (
     assert_same_bits,
@@ -21,7 +22,7 @@ from fusions import (
     of_groups,
     programs,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -476,7 +477,7 @@ def test_long_sums_of_what_is_not_finite(kind, value):
 # Whole programs -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(0.5)
 @given(programs(), st.sampled_from([0, 1, 5]), st.sampled_from(isa.available()), st.booleans())
 def test_any_program(fusion, tokens, tier, contract):
     """In one call and kernel by kernel; what was not rounded, or rounded elsewhere, grows with the
@@ -490,7 +491,7 @@ def test_any_program(fusion, tokens, tier, contract):
     assert_same_bits(program._one_by_one(inputs, fusion.bind(inputs)), found)
 
 
-@settings(max_examples=10)
+@examples(0.3)
 @given(programs(), st.sampled_from(("ids", "weights")))
 def test_any_program_says_what_the_reference_says(fusion, what):
     inputs = inputs_of(3)

@@ -27,7 +27,7 @@ from fusion_moe.ir.types import dtype_name
 from fusion_moe.layouts.groups import ends_from_sizes
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 SIZES = (1, 0, 6, 7, 70, 0, 300)
 ENCODED = ("nvfp4", "mxfp4", "int4")
 

@@ -18,7 +18,7 @@ from test_cpu_training import experts
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.derivative import differentiate
 
-pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx"), pytest.mark.slow]
 
 EXPERTS, HIDDEN, INTERMEDIATE, SLOTS = 6, 272, 144, 3
 

@@ -32,7 +32,7 @@ from fusion_moe.layouts.groups import ends_from_sizes
 from fusion_moe.nn import swiglu
 from fusion_moe.runtime.program import Program
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 # With empty groups at the end: all that have 7 groups, or 256, share a kernel, which has that
 # number in its source.
 PARTITIONS = {
@@ -199,7 +199,8 @@ def test_what_is_not_finite_stays_in_its_row_or_group(tier, kind):
 # What is fused ------------------------------------------------------------------------------------
 
 
-def test_a_matrix_is_added_to_another():
+@pytest.mark.parametrize("tier", OF_VECTORS)
+def test_a_matrix_is_added_to_another(tier):
     """main_grad + the sum over rows, in one kernel."""
     fd = FusionDefinition()
     m, n, k = fd.define_size("m"), 37, 50
@@ -222,9 +223,8 @@ def test_a_matrix_is_added_to_another():
         torch.arange(59, -1, -1),
         small_integers(3, n, k, dtype=torch.float32),
     ]
-    for tier in OF_VECTORS:
-        check_segments(fd.fusion(), tier, [*inputs, torch.tensor([0, 50, 58], dtype=torch.int32)])
-        assert len(program(fd.fusion(), tier).segments) == 1
+    check_segments(fd.fusion(), tier, [*inputs, torch.tensor([0, 50, 58], dtype=torch.int32)])
+    assert len(program(fd.fusion(), tier).segments) == 1
 
 
 def gated(interleave: int, hidden: int) -> Rest:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+from cover import few
 from cubins import use_of
 from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS
@@ -38,6 +39,7 @@ from fusion_moe.runtime.kernel import Kernel
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+    pytest.mark.slow,
 ]
 ALL_GPUS = (A100, A10, L40S, B200, RTX_PRO_6000)
 GPUS = pytest.mark.parametrize("gpu", ALL_GPUS, ids=lambda gpu: gpu.nvrtc)
@@ -81,7 +83,7 @@ def layer_for(name: str, model: str, layout: str) -> list[Kernel]:
         return layer(model, layout)[1]
 
 
-@GPUS
+@pytest.mark.parametrize("gpu", few(ALL_GPUS), ids=lambda gpu: gpu.nvrtc)
 def test_layers_fit(gpu):
     """gpt-oss's K is in no whole stages; a linear layout has kernels of its own."""
     check(launched(layer_for(gpu.name, "gptoss", "w16x64"), gpu, TOKENS), gpu)
@@ -89,7 +91,9 @@ def test_layers_fit(gpu):
 
 
 @pytest.mark.parametrize("layout", ["w16x64", "linear"])
-@pytest.mark.parametrize("number", range(len(ENCODED)), ids=["-".join(names) for names in ENCODED])
+@pytest.mark.parametrize(
+    "number", few(range(len(ENCODED)), 3), ids=["-".join(names) for names in ENCODED]
+)
 def test_every_encoding_fits(number, layout):
     """On one GPU each."""
     gpu = ALL_GPUS[(number + (layout == "linear")) % len(ALL_GPUS)]
@@ -121,7 +125,7 @@ def test_all_variants_fit(gpu, fmt, activations, layout):
     )
 
 
-@GPUS
+@pytest.mark.parametrize("gpu", few(ALL_GPUS, 2), ids=lambda gpu: gpu.nvrtc)
 def test_small_operations_fit(gpu):
     made = [kernel for fusion in small_operations() for kernel in emitted(fusion)]
     check(launched(made, gpu, (3, 3000)), gpu)
@@ -138,7 +142,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(TRAINED)), ids=list(TRAINED))
+@pytest.mark.parametrize("number", few(range(len(TRAINED)), 2), ids=list(TRAINED))
 def test_training_fits(number):
     """Forward and backward, for few rows of a group and many, each layer for one kind of GPU."""
     gpu = ALL_GPUS[number % len(ALL_GPUS)]
@@ -171,8 +175,8 @@ def test_tiles_of_products_without_wgmma_fit(groups, read):
     assert mma_tile(128, 256, 128, L40S) == (128, 128)
 
 
-@pytest.mark.parametrize("gpu", [L40S, RTX_PRO_6000], ids=lambda gpu: gpu.nvrtc)
-@pytest.mark.parametrize("inner", [768, 208])
+@pytest.mark.parametrize("gpu", few([L40S, RTX_PRO_6000]), ids=lambda gpu: gpu.nvrtc)
+@pytest.mark.parametrize("inner", few([768, 208]))
 def test_products_of_codes_fit(gpu, inner):
     """Of a layer with rows in FP8: the first quantizes its result, in whole blocks or not."""
     weights = encoded("fp8", 8, 2 * inner, 512), encoded("fp8", 8, 512, inner)

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from cover import few
 from fusions import fusion_of_call
 from on_cpu import HERE, compiled, copy
 from test_cuda_source import encoded, meta, needs_nvdisasm, sass, spills, tokens_of
@@ -58,11 +59,13 @@ def collectives(fusion: Fusion) -> list[Collective]:
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 @pytest.mark.parametrize(
     "case",
-    [
-        {"ranks": 2, "h": 64, "dtype": "f32", "ids": "i32"},
-        {"ranks": 8, "h": 7168, "k": 8, "room": 2048},
-        {"ranks": 16, "k": 1, "dtype": "f16"},
-    ],
+    few(
+        [
+            {"ranks": 2, "h": 64, "dtype": "f32", "ids": "i32"},
+            {"ranks": 8, "h": 7168, "k": 8, "room": 2048},
+            {"ranks": 16, "k": 1, "dtype": "f16"},
+        ]
+    ),
     ids=str,
 )
 def test_kernels_compile_and_keep_all_in_registers(case):
@@ -100,7 +103,7 @@ def joined_of(lowered: Lowered) -> Call:
 
 @needs_nvdisasm
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
-@pytest.mark.parametrize("rows", ["bf16", "fp8"])
+@pytest.mark.parametrize("rows", few(["bf16", "fp8"]))
 def test_sums_are_made_where_they_are_sent(rows):
     """In a layer of experts: of the rows between, only those of groups are written. Rows in FP8 are
     quantized before they are sent.

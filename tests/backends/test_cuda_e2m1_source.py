@@ -24,7 +24,7 @@ from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program
 from fusion_moe.runtime import nvrtc
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 
 
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from cover import few
 from kernel_tables import EIGHT_BITS, MMA, PAIRS
 from test_cuda_source import all_loops, build, needs_nvdisasm, only, product_of, sass, sources
 from test_cuda_source import spills as uses_of_local_memory
@@ -17,6 +18,7 @@ from fusion_moe.runtime import nvrtc
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+    pytest.mark.slow,
 ]
 ADA, NVFP4 = named("RTX 4090"), Matrices(128, 2048, 96, 2, 576, True)
 FREE = [v for v in MMA if not v.row_order]
@@ -60,7 +62,7 @@ def test_other_kernels_do_not_fit_in_their_place():
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", MMA, ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", few(MMA, 3), ids=lambda v: v.name)
 def test_variants_need_no_local_memory_and_have_lean_loops(variant: LargeMma):
     """A K block takes a product 1 instruction, reading eight rows 2, dequantizing 1,024 weights
     some 55. In row order activations move to registers that follow each other.
@@ -79,7 +81,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(variant: LargeMma):
 
 @needs_nvdisasm
 @pytest.mark.parametrize("variant", [v for v in FREE if v.tile_m == 64], ids=lambda v: v.name)
-@pytest.mark.parametrize(("fmt", "activations"), [*PAIRS[1:], *EIGHT_BITS])
+@pytest.mark.parametrize(("fmt", "activations"), few([*PAIRS[1:], *EIGHT_BITS], 3))
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, A100):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import few
 from on_cpu import library, pointer
 from own_encodings import OWN, registered, with_zeros
 from own_layouts import OWN_LAYOUTS
@@ -27,7 +28,7 @@ from fusion_moe.encodings import ENCODINGS, Element, Encoding, Quantized, Scale,
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import LAYOUTS, LINEAR, W16X64
 
-pytestmark = [pytest.mark.compiler, pytest.mark.once]
+pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 registered = pytest.fixture(scope="module", autouse=True)(registered)
 layouts_registered = pytest.fixture(scope="module", autouse=True)(layouts_registered)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -104,11 +105,15 @@ def rounded(weight: Quantized) -> Tensor:
 @pytest.mark.parametrize("layout", WAYS)
 @pytest.mark.parametrize(
     "encoding",
-    [
-        *OWN,
-        *map(ENCODINGS.get, ("mxfp8", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor")),
-        *map(ENCODINGS.get, ("uint4_32", "uint4_128_f16", "int4_64_f16", "int8_128_f16", "nf4")),
-    ],
+    few(
+        [
+            *OWN,
+            *map(ENCODINGS.get, ("mxfp8", "fp8", "fp8_e8m0", "fp8_channel", "fp8_tensor")),
+            *map(ENCODINGS.get, ("uint4_32", "uint4_128_f16", "int4_64_f16", "nf4")),
+            ENCODINGS["int8_128_f16"],
+        ],
+        5,
+    ),
     ids=lambda e: e.name,
 )
 def test_derived_readers_make_what_the_reference_makes(encoding, layout, tmp_path):
@@ -227,7 +232,7 @@ def test_what_no_reader_takes_is_refused_when_it_is_planned(monkeypatch, change,
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("layout", WAYS)
+@pytest.mark.parametrize("layout", few(WAYS))
 def test_a_layer_with_zero_points_has_all_kernels_forward_and_backward(layout):
     made, titles = packed("uint4_128_f16", layout, inner=256), set()
     forward, backward = sources(made.forward), sources(made.backward)

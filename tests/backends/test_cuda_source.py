@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import few
 from experts import experts_of_ones
 from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS, TABLE, use, variants_of
@@ -69,6 +70,7 @@ from fusion_moe.runtime.kernel import Kernel
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+    pytest.mark.slow,
 ]
 NVDISASM = next((d for d in metadata.distributions() if d.name == "nvidia-cuda-nvdisasm"), None)
 needs_nvdisasm = pytest.mark.skipif(
@@ -223,13 +225,16 @@ CLAMPED = {
 
 @pytest.mark.parametrize(
     ("layout", "arch", "tokens", "changes"),
-    [
-        ("linear", A100, 1, CLAMPED),
-        ("w16x64", A100, 300, CLAMPED),
-        ("w16x64", L40S, 1, {}),  # which has an instruction that converts scales
-        ("w16x64", H200, 1, CLAMPED),  # ids that fit one block
-        ("w16x64", H200, 300, {"scale_on": "input", "activation": swiglu(interleave=1)}),
-    ],
+    few(
+        [
+            ("linear", A100, 1, CLAMPED),
+            ("w16x64", A100, 300, CLAMPED),
+            ("w16x64", L40S, 1, {}),  # which has an instruction that converts scales
+            ("w16x64", H200, 1, CLAMPED),  # ids that fit one block
+            ("w16x64", H200, 300, {"scale_on": "input", "activation": swiglu(interleave=1)}),
+        ],
+        2,
+    ),
 )
 def test_a_layer_compiles_for_every_architecture(layout, arch, tokens, changes):
     build_all(
@@ -242,7 +247,7 @@ def test_a_layer_compiles_for_every_architecture(layout, arch, tokens, changes):
     )
 
 
-@pytest.mark.parametrize("width", [1, 768])
+@pytest.mark.parametrize("width", few([1, 768]))
 def test_parameters_of_each_expert_are_read_by_the_first_product(width):
     e, k, h, i = MODELS["qwen3"]
     args = *tokens_of(64, k, h), encoded("nvfp4", e, 2 * i, h), encoded("nvfp4", e, h, i)
@@ -335,7 +340,7 @@ def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, cha
 
 @needs_nvdisasm
 @pytest.mark.parametrize("variant", [M8[0], SETS["WIDE_M8"][0], *M160], ids=lambda v: v.name)
-@pytest.mark.parametrize(("fmt", "activations"), BESIDE_LAYERS)
+@pytest.mark.parametrize(("fmt", "activations"), few(BESIDE_LAYERS, 4))
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, H200):
@@ -350,7 +355,7 @@ def test_encodings_need_no_local_memory(fmt, activations, variant):
     }
 
 
-@pytest.mark.parametrize("fmt", ["fp8_e8m0", "fp8_tensor"])
+@pytest.mark.parametrize("fmt", few(["fp8_e8m0", "fp8_tensor"]))
 def test_results_in_float32_are_transposed_where_a_stage_has_few_bytes(fmt):
     source = product_of(fmt, "bf16", "w16x64", out_dtype=torch.float32)
     build_all(source.products(only(M160[0]), {"s0": 512}, H200), H200)
@@ -381,7 +386,7 @@ def test_wide_tiles_have_kernels_of_their_own():
     assert isinstance(choose_kernels(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(256, 96), (240, 1392)])
+@pytest.mark.parametrize(("hidden", "inner"), few([(256, 96), (240, 1392)]))
 def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidden, inner):
     layer = experts_of_ones(1, hidden, inner)
     h, i = layer.padding("down", W16X64).padded
@@ -393,7 +398,9 @@ def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidd
     build_all([x for source in made for x in launches(source, 300)], H200)
 
 
-@pytest.mark.parametrize(("tokens", "slots", "bias"), [(1, 1, False), (1, 8, True), (2, 1, False)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "bias"), few([(1, 1, False), (1, 8, True), (2, 1, False)])
+)
 def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     """One token, or one slot, is what graphs are specialized for."""
     build_all(
@@ -414,7 +421,7 @@ def round_of(variant: SmallM) -> int:
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("number", "variant"),
-    list(enumerate(VARIANTS)),
+    few(enumerate(VARIANTS), 8),
     ids=[f"{v.name}@{v.per_sm}" for v in VARIANTS],
 )
 def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Variant):
@@ -562,14 +569,14 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
         heights = [c.variant.tile_m for c in found]
         assert heights == sorted(heights)
         assert all(c.variant.reads_fragment_order for c in found)
-    for few in (
+    for small in (
         chosen(1),
         chosen(400),
         chosen(16, 8, 4096, 1792),
         chosen(16, arch=L40S),
         chosen(64, 128, 2048, 32),
     ):
-        assert [(c.above_rows, c.max_rows) for c in few] == [(0, None)]
+        assert [(c.above_rows, c.max_rows) for c in small] == [(0, None)]
 
 
 def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
@@ -742,7 +749,7 @@ def test_a_source_that_does_not_compile():
     assert Path(caught.value.where).read_text() == "int f( {"
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gptoss"])
+@pytest.mark.parametrize("model", few(["qwen3", "gptoss"]))
 def test_experts_in_places(model):
     """A kernel before routing looks places up; what follows are the kernels without them."""
     _, k, h, i = MODELS[model]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import few
 from fusions import fusion_of_call
 from test_cuda_source import encoded, launches, meta, needs_nvdisasm, sass, spills, tokens_of
 
@@ -37,6 +38,7 @@ from fusion_moe.runtime import nvrtc
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing()),
+    pytest.mark.slow,
 ]
 
 HOW: dict[str, dict[str, Any]] = {
@@ -89,14 +91,17 @@ def sources(fusion: Fusion) -> list[Source]:
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("form", "inner", "hidden", "copies"),
-    [
-        ("mxfp8", 192, 256, [5, 6]),
-        ("fp8_block", 208, 288, [5, 6]),
-        ("fp8_block", 256, 256, [4, 2]),  # multiples of 64: multiplied as codes
-        ("fp8_block", 192, 320, [4, 2]),
-        ("fp8_block", 64, 64, [4, 2]),
-        ("fp8_block_wgrad_bf16", 256, 256, [4, 2]),
-    ],
+    few(
+        [
+            ("mxfp8", 192, 256, [5, 6]),
+            ("fp8_block", 208, 288, [5, 6]),
+            ("fp8_block_wgrad_bf16", 256, 256, [4, 2]),
+            ("fp8_block", 64, 64, [4, 2]),  # multiples of 64: multiplied as codes
+            ("fp8_block", 192, 320, [4, 2]),
+            ("fp8_block", 256, 256, [4, 2]),
+        ],
+        2,
+    ),
 )
 def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
     """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded
@@ -178,7 +183,7 @@ def test_which_kernels_a_layer_has():
     )
 
 
-@pytest.mark.parametrize(("how", "hidden"), [*((how, 256) for how in HOW), ("plain", 100)])
+@pytest.mark.parametrize(("how", "hidden"), few([("plain", 100), *((how, 256) for how in HOW)], 2))
 def test_everything_compiles(how, hidden):
     made = derivative(how, hidden)
     for kernel in (*kernels(made.forward), *kernels(made.backward)):
@@ -209,7 +214,7 @@ def test_a_bias_is_read_for_rows_of_groups_alone():
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16]))
 def test_products_keep_their_registers(dtype):
     """No local memory, though accumulators are 128 registers; products run on while the next stage
     is waited for.
@@ -277,7 +282,7 @@ ADAPTED = [
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("weight_format", "layout", "rank"), ADAPTED)
+@pytest.mark.parametrize(("weight_format", "layout", "rank"), few(ADAPTED, 2))
 def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
     """B (A x) is added by the kernel of W x, for any number of rows, without local memory."""
     made = adapted(weight_format, layout, rank=rank)
@@ -317,7 +322,7 @@ FEW_BITS = [
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), FEW_BITS)
+@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), few(FEW_BITS, 2))
 def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
     """Both of a layer, for few rows and many: tiles are transposed in registers, and products run
     while the next fragments are made.

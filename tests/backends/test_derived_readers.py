@@ -31,7 +31,7 @@ from fusion_moe.encodings import (
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.runtime import build
 
-pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx"), pytest.mark.slow]
 F16, F32, U8 = torch.float16, torch.float32, torch.uint8
 N = 256  # rows: one for each byte of a scale
 

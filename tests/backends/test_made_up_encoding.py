@@ -21,7 +21,7 @@ from fusion_moe.errors import BuildError, FusionError, UnsupportedError
 from fusion_moe.nn import Experts
 from fusion_moe.runtime import build
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 ops = torch.ops.fusion_moe
 
 

@@ -19,7 +19,7 @@ from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, add_lora_
 from fusion_moe.runtime import build
 
-pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx")]
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("amx"), pytest.mark.slow]
 EXPERTS, SLOTS, HIDDEN, INNER = 4, 2, 288, 96  # no whole number of a kernel's runs of K
 COUNTS = (1, 3, 9, 24, 60, 250)  # of other rows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,6 +17,7 @@ def call_by_call(monkeypatch):
     monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", EDGES)
 def test_compiled_as_eager(name, dynamic):

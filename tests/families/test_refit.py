@@ -77,6 +77,7 @@ def test_the_same_weights_again_change_nothing(family):
     assert equal(memory(model), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["mse", "mxfp4", "fp8"])
 @pytest.mark.parametrize("family", ORDERS)
 def test_of_other_rules_and_encodings(family, encoding):
@@ -91,6 +92,7 @@ def test_of_other_rules_and_encodings(family, encoding):
     assert torch.equal(logits(model), answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 64), (64, 32)], ids=["H=I", "H=2I"])
 @pytest.mark.parametrize(("family", "name"), EXPERTS, ids=[".".join(e) for e in EXPERTS])
 def test_no_shape_decides(family, name, hidden, intermediate):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from bad_calls import messages
-from hypothesis import given, settings
+from cover import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -143,7 +144,7 @@ def test_codes_are_nearest_and_ties_go_to_even():
     assert (q.codes[:, 0] >> 4).tolist() == [nearest_even(v) for v in values.clamp(-6, 6).tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(2)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(list(FLOATS.values())),

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 from bad_calls import messages
-from hypothesis import given, settings
+from cover import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,7 +31,7 @@ def test_doctest():
     assert doctest.testmod(groups).failed == 0
 
 
-@settings(max_examples=150, deadline=None)
+@examples(5)
 @given(SIZES, st.sampled_from([1, 16, 128]), st.integers(0, 5))
 def test_against_python(sizes, align, spare):
     ends = groups.ends_from_sizes(torch.tensor(sizes, dtype=torch.int32))
@@ -62,7 +63,7 @@ def test_against_python(sizes, align, spare):
     assert {t.dtype for t in made} == {torch.int32}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(5)
 @given(SIZES, st.sampled_from([1, 4, 32]), st.integers(0, 5))
 def test_blocks_of_each_run(sizes, block, spare):
     """Each run in blocks of its own, in order, within those that are allocated; rows past the last
@@ -86,7 +87,7 @@ def test_blocks_of_each_run(sizes, block, spare):
     assert slots[row:] == [count * block] * spare
 
 
-@settings(max_examples=300, deadline=None)
+@examples(10)
 @given(st.integers(0, 3000), st.integers(1, 300), st.sampled_from([1, 16, 32, 128]))
 def test_bound_is_reached(total, count, align):
     """Nothing less would do: one-row runs, and one run with the rest."""

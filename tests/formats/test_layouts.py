@@ -5,7 +5,8 @@ import doctest
 import pytest
 import torch
 from bad_calls import messages
-from hypothesis import given, settings
+from cover import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,7 +50,7 @@ def test_doctest():
         assert doctest.testmod(module).failed == 0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(1.3)
 @given(SIZES, st.integers(1, 9), st.integers(0, 3))
 def test_groups_by_formula(sizes, cols, spare):
     """Every row of a group where the formula says, nothing else but zeros, as many rows as the

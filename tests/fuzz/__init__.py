@@ -4,6 +4,7 @@ dicts changed at random. HYPOTHESIS_PROFILE=long makes many more of them.
 
 from __future__ import annotations
 
+import cover
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -13,5 +14,4 @@ NUMBERS = st.randoms(use_true_random=False)
 
 def examples(times: float) -> settings:
     """So many times as many examples as the profile has."""
-    count = max(1, round(settings().max_examples * times))
-    return settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    return settings(cover.examples(times), suppress_health_check=list(HealthCheck))

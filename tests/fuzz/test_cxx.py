@@ -24,7 +24,10 @@ from .case import case_of
 from .compare import agree, outcome
 from .regions import Evaluated
 
-pytestmark = [pytest.mark.once, pytest.mark.slow, pytest.mark.compiler]
+pytestmark = [
+    *(pytest.mark.once, pytest.mark.slow, pytest.mark.compiler),
+    pytest.mark.exhaustive,
+]
 
 
 @pytest.mark.parametrize("first", range(1000, 1000 + settings().max_examples * 4 // 5, 24))

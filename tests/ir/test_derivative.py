@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 from bad_calls import messages
+from cover import examples
 from fusions import About, G, assert_same_bits, evaluate, in_groups, inputs_of, of_groups
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
@@ -224,7 +225,7 @@ def test_index_select():
 
 
 @about("index_select")
-@settings(max_examples=8)
+@examples(0.3)
 @given(
     routings().filter(lambda routing: routing.groups < 10 and routing.ids.shape[0] < 20),
     st.integers(0, 2),
@@ -271,7 +272,7 @@ def test_topk_weights(scoring, renormalize):
 
 
 @about("combine")
-@settings(max_examples=8)
+@examples(0.3)
 @given(routings())
 def test_combine_of_a_routing(routing: Routing):
     (tokens, slots), g = routing.ids.shape, torch.Generator().manual_seed(0)
@@ -317,7 +318,7 @@ def _loop(partition, a, w):
 
 # a loop of autograd's over more groups takes long
 SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)
-FEW = settings(max_examples=8)
+FEW = examples(0.3)
 
 
 @about("zero_rest", "partition")

@@ -11,8 +11,9 @@ import mxfp8
 import pytest
 import torch
 from bad_calls import messages
+from cover import examples
 from fusions import assert_same_bits, evaluate, in_groups
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routings import Partition, partitions
 
@@ -104,7 +105,7 @@ def near(found: torch.Tensor, want: torch.Tensor) -> None:
     )
 
 
-@settings(max_examples=20)
+@examples(0.7)
 @given(FEW, st.sampled_from(tuple(PRODUCTS)), st.booleans())
 def test_products_and_gradients(partition, form, transposed):
     x, weight, dy = operands(partition, form=form)

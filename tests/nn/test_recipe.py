@@ -16,6 +16,7 @@ import mxfp8
 import pytest
 import torch
 from bad_calls import messages
+from cover import few
 from layers import layer, one_by_one, uniform
 from torch import Tensor, nn
 from ways import compiled
@@ -89,7 +90,7 @@ def assert_same(found: list[Tensor], want: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, 3))
 def test_a_layer(recipe):
     """Against loops in float64, NaN past the last group."""
     module = linear()
@@ -118,7 +119,7 @@ def extra_of(model: Sequential) -> list[Tensor]:
     return [COUNTS, *scales[: int(biased)], scales[1], COUNTS, *scales[2 : 2 + int(biased)]]
 
 
-@pytest.mark.parametrize(("chain", "recipe"), [*((c, MX) for c in CHAINS), ("biases", FP8)])
+@pytest.mark.parametrize(("chain", "recipe"), few([*((c, MX) for c in CHAINS), ("biases", FP8)], 2))
 def test_sequential_is_its_modules_one_by_one(chain, recipe):
     """Up to the roundings that fused kernels leave out; 8-bit copies of what differs by one differ
     by more.
@@ -254,6 +255,7 @@ def test_scales_by_the_environment(monkeypatch):
     assert Float8BlockScaling().power_2_scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 def test_main_grad_and_delayed(recipe, delayed):
@@ -408,7 +410,7 @@ def test_main_grad_and_delayed_with_quantized_weights():
         torch.testing.assert_close(twice, 2 * once)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", few([False, True]))
 def test_checkpoints(use_reentrant):
     """With the recipe inside of what is recomputed. Without a graph kernels leave out a rounding of
     the result.

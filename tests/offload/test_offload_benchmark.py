@@ -45,6 +45,7 @@ def run(monkeypatch, *arguments) -> None:
 
 
 @pytest.mark.parametrize("on", [offload_layers.Pretend, Cuda])
+@pytest.mark.exhaustive
 def test_all_of_it(on, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(offload, "Pretend", on)
     monkeypatch.setattr(results, "RESULTS", tmp_path)

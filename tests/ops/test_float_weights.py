@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cover import examples
 from fusions import assert_same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
 from torch import Tensor
@@ -89,7 +90,7 @@ def gradients(function, given: dict[str, Tensor], wanted, dy: Tensor) -> dict[st
 SMALL = routings().filter(lambda routing: routing.groups < 10 and 0 < routing.ids.shape[0] < 20)
 
 
-@settings(max_examples=12)
+@examples(0.4)
 @given(routing=SMALL, transposed=st.booleans(), scale_on=st.sampled_from(("output", "input")))
 def test_fused_experts_against_a_loop(routing, transposed, scale_on):
     given, dy = layer(routing, transposed=transposed), drawn(len(routing.ids), H, seed=9)
@@ -126,7 +127,7 @@ def test_wanted_gradients(dtype):
     assert not found["down_bias"][[2, 5]].any()
 
 
-@settings(max_examples=20)
+@examples(0.7)
 @given(
     partition=partitions().filter(lambda partition: len(partition.sizes) < 10),
     transposed=st.booleans(),

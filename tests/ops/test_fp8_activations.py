@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from bad_calls import messages
+from cover import examples
 from fusions import assert_same_bits, evaluate, fusion_of_call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fusion_moe
@@ -114,7 +115,7 @@ def test_kernels_get_codes_and_scales_of_rows_that_are_quantized_once():
         assert (rows.kind.name, rows.outputs[0].type.dtype) == ("pack", "fp8_rows")
 
 
-@settings(max_examples=20)
+@examples(0.7)
 @given(
     st.integers(0, 2**16),
     st.lists(

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cover import examples
 from fusions import fusion_of_call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fusion_moe
@@ -78,7 +79,7 @@ def test_powers_of_two_are_exact_down_to_an_eighth():
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.name)
-@settings(deadline=None, max_examples=30)
+@examples(1)
 @given(
     seed=st.integers(0, 2**16),
     k=st.sampled_from([32, 96, 256, 544, 768]),

@@ -45,6 +45,7 @@ def parts(count: int) -> list[list[Tensor]]:
     return [list(made.weight_of(name)) for name in made.projections]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_on", ["output", "input"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_shares_add_up_forward_and_backward(scale_on, bias):
@@ -92,6 +93,7 @@ def test_shares_add_up_forward_and_backward(scale_on, bias):
     torch.testing.assert_close(whole, kept, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nvfp4(target, dtype):
@@ -142,6 +144,7 @@ LORA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["free", "row"])
 @pytest.mark.parametrize(
     "more",
@@ -190,6 +193,7 @@ def test_no_memory_is_read_for_experts_elsewhere(more, order, poisoned):
         assert (a - b).norm() <= 2e-2 * b.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 @pytest.mark.parametrize("here", [[5, 0, 6], [2], list(range(E))[::-1]], ids=str)
 def test_experts_in_any_places(target, here):
@@ -266,6 +270,7 @@ def padded(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 @pytest.mark.parametrize(
     "more", [{}, {"scale_on": "input"}, {"activation_format": "int8"}, {"bias": True}], ids=str

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from cover import examples
 from fusions import fusion_of_call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions
 from test_autograd import Called, kept_by
@@ -79,7 +80,7 @@ def whole(given: dict[str, Tensor], transposed: bool = False) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("which", FACTORS)
-@settings(max_examples=8)
+@examples(0.3)
 @given(routing=SMALL, transposed=st.booleans(), scale_on=st.sampled_from(("output", "input")))
 def test_fused_experts_against_whole_weights(routing, which, transposed, scale_on):
     given, dy = layer(routing, which, transposed), drawn(len(routing.ids), H, seed=9)
@@ -94,7 +95,7 @@ def test_fused_experts_against_whole_weights(routing, which, transposed, scale_o
         torch.testing.assert_close(found[n], want[n], rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=10)
+@examples(0.3)
 @given(partition=partitions().filter(lambda partition: len(partition.sizes) < 10))
 def test_grouped_mm_against_whole_weights(partition: Partition):
     """Rows past the last end give zeros and enter no gradient."""

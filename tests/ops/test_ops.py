@@ -6,8 +6,9 @@ import loops
 import pytest
 import torch
 from bad_calls import messages
+from cover import examples
 from fusions import assert_same_bits
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from loops import decoded
 from routings import Partition, Routing, partitions, routings
@@ -287,7 +288,7 @@ def experts(groups: int, hidden: int = 32, inner: int = 16):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@examples(0.8)
 @given(routings(), st.sampled_from(VARIANTS))
 @example(Routing(torch.zeros(0, 2, dtype=torch.int64), 1), VARIANTS[0])
 @example(Routing(torch.tensor([[255], [0]]), 256), VARIANTS[0])

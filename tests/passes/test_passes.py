@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cover import examples
 from fusions import G, N, assert_same_bits, evaluate, inputs_of, programs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_moe import FusionDefinition
@@ -25,7 +26,7 @@ from fusion_moe.passes import (
 CPU = TARGETS["cpu"]
 
 
-@settings(max_examples=60)
+@examples(2)
 @given(programs(), st.sampled_from(("cpu", "sm_100")), st.sampled_from((0, 5)))
 def test_passes_keep_every_bit(fusion, target, tokens):
     """One after the other; then nothing is left to do."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import examples
 from fusions import (
     assert_same_bits,
     evaluate,
@@ -15,7 +16,7 @@ from fusions import (
     inputs_of,
     programs,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fusion_moe
@@ -109,7 +110,7 @@ def test_ends_of_a_problem_are_copied_into_each_segment(target, is_output):
         torch.testing.assert_close(found, right, rtol=2e-2, atol=0.2)
 
 
-@settings(max_examples=60)
+@examples(2)
 @given(programs(), st.sampled_from(("cpu", "sm_100")), st.sampled_from((0, 5)))
 def test_segments_do_what_the_fusion_does(fusion, target, tokens):
     inputs = inputs_of(tokens)

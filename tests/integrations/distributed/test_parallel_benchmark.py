@@ -15,6 +15,7 @@ BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "h100_parallel.
 WAYS = {"all_gather", "all_to_all 1.0", "symmetric", "replicated"}
 
 
+@pytest.mark.exhaustive
 def test_every_way_is_measured_and_right(tmp_path):
     rows = tmp_path / "rows.jsonl"
     cells = "--device cpu --ranks 2 --tiny --models qwen3-235b --tokens 8 --passes forward lora"

@@ -92,6 +92,7 @@ def assert_near(found: list[Tensor], want: list[Tensor], limit: float) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("encoding", "scales"), RULES)
 def test_results_are_those_of_the_quantized_model(kind, encoding, scales):
@@ -116,6 +117,7 @@ def test_results_are_those_of_the_quantized_model(kind, encoding, scales):
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exact", "float", "saved"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ways_of_the_backward(how, kind):
