@@ -103,7 +103,7 @@ def _copies(device: Device, rates: list[float]) -> Iterator[None]:
                 for slot in range(experts, experts + SPARE):
                     device.load(slot, next(numbers))
                 begun.set()
-                device.publish(device.places)  # the next ones wait for these
+                device.publish(device.expert_map)  # the next ones wait for these
                 count += SPARE
         finally:
             begun.set()

@@ -148,7 +148,7 @@ class Early:
             if t % 16 == 15:
                 for cache, chosen in zip(self.caches, self.routes.chosen, strict=True):
                     uses = torch.bincount(
-                        chosen[t - 15 : t + 1].flatten(), minlength=len(cache.places)
+                        chosen[t - 15 : t + 1].flatten(), minlength=len(cache.expert_map)
                     )
                     cache.learn(uses)
         return self
@@ -175,7 +175,7 @@ class Early:
                 self.right += len(missed) - len(left)
 
     def _absent(self, layer: int, experts: Tensor) -> list[int]:
-        return [e for e in experts.tolist() if self.caches[layer].places[e] < 0]
+        return [e for e in experts.tolist() if self.caches[layer].expert_map[e] < 0]
 
     def _split(self, experts: Sequence[int]) -> Split:
         k = self.routes.k
@@ -195,7 +195,7 @@ def learned(trace: Sequence[Tensor], experts: int, slots: int, life: float, ever
     cache = Cache(experts, slots, max(1, slots // 16), life)
     uses, hits, moves = torch.zeros(experts), list[Tensor](), 0
     for step, ids in enumerate(trace):
-        hits.append((cache.places[ids] >= 0).float().mean())
+        hits.append((cache.expert_map[ids] >= 0).float().mean())
         uses += torch.bincount(ids, minlength=experts)
         if (step + 1) % every == 0:
             moves += len(cache.learn(uses))

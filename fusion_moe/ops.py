@@ -418,7 +418,7 @@ def fused_experts(
     transposed: bool = False,
     lora_scale: float = 1.0,
     straight_through: str = "exact",
-    places: Tensor | None = None,
+    expert_map: Tensor | None = None,
     peers: Tensor | None = None,
     across: str = "",
     of_experts: int = 0,
@@ -461,7 +461,8 @@ def fused_experts(
         lora_scale: the factor of the adapters.
         straight_through: how weights with masters are differentiated, as in `grouped_mm`. gate_up
             and down may each have one.
-        places: int32 [N], where each of N experts lies: at an index of the E experts here, or, with
+        expert_map: int32 [N], where each of N experts lies: at an index of the E experts here, or,
+        with
             -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
             which must be None. ids are checked against N.
         peers: int64 [R + 4], the memory of R ranks that hold of_experts experts together, each
@@ -476,7 +477,7 @@ def fused_experts(
 
     Raises:
         UnsupportedError: for an activation_format that the device does not have.
-        GroupsError: for ids or places out of range; on CUDA in a later call.
+        GroupsError: for ids or expert_map out of range; on CUDA in a later call.
         OptionError: for peers that stand for no memory of this group.
 
     Derivatives: with respect to x, w, biases, adapters, parameters of the activation, float weights

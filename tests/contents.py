@@ -1,5 +1,5 @@
-"""Calls of every public operation with arguments whose elements are places in memory or numbers of
-rows, and the bad elements of each. For CPUs and GPUs.
+"""Calls of every public operation with arguments whose elements are expert_map in memory or numbers
+of rows, and the bad elements of each. For CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INDICES = {
     "expert_mlp": {"ids": IDS},
     "fused_experts": {
         "ids": IDS,
-        "places": IDS,
+        "expert_map": IDS,
         "peers": [(0, n) for n in (1, *FAR)],
         **dict.fromkeys(("lora_of", "gate_up_lora_of", "down_lora_of"), ANY),
     },
@@ -91,12 +91,12 @@ def calls() -> dict[str, dict[str, Any]]:
             "down": down,
             "weight_format": "nvfp4",
         },
-        "fused_experts, places": {
+        "fused_experts, expert_map": {
             **of_experts,
             "gate_up": up,
             "down": down,
             "weight_format": "nvfp4",
-            "places": torch.tensor([2, 0, 1], dtype=torch.int32),
+            "expert_map": torch.tensor([2, 0, 1], dtype=torch.int32),
         },
         "fused_experts, peers": {
             **of_experts,

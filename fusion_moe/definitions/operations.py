@@ -152,7 +152,7 @@ _INTEGERS = {
     "lora_of": (torch.int64, torch.int32),
     "gate_up_lora_of": (torch.int64, torch.int32),
     "down_lora_of": (torch.int64, torch.int32),
-    "places": (torch.int32,),
+    "expert_map": (torch.int32,),
 }
 
 

@@ -213,10 +213,10 @@ class Ops:
         past the last end. None: ids start at 0, and every id must name a group, or be -1,
         which names none.
         """
-    def place(self, ids: Value, places: Value, /, here: int) -> Value:
-        """ids int[T, k], experts of tokens; places i32[E], where each expert lies, at 0 to here
-        - 1 or, with -1, elsewhere -> i32[T, k]: the place of each slot's expert, -1 for the
-        id -1.
+    def place(self, ids: Value, expert_map: Value, /, here: int) -> Value:
+        """ids int[T, k], experts of tokens; expert_map i32[E], where each expert lies, at 0 to
+        here - 1 or, with -1, elsewhere -> i32[T, k]: the place of each slot's expert, -1 for
+        the id -1.
 
         Every id must be one of the E experts, or -1.
         """

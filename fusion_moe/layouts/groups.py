@@ -247,15 +247,15 @@ def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
         )
 
 
-def check_places(places: Tensor, here: int) -> None:
-    """GroupsError unless i32 places [N] of experts lie in -1..here-1, with the first that does not.
+def check_expert_map(expert_map: Tensor, here: int) -> None:
+    """GroupsError unless expert_map i32[N] is in -1..here-1, with the first entry that is not.
     Reads them, so it waits for the device.
     """
-    outside = (places < -1) | (places >= here)
+    outside = (expert_map < -1) | (expert_map >= here)
     if outside.any():
         expert = int(outside.nonzero()[0])
         raise GroupsError(
-            f"places[{expert}] = {int(places[expert])}",
+            f"expert_map[{expert}] = {int(expert_map[expert])}",
             expected=f"0 to {here - 1}, an index of the experts here, or -1, elsewhere",
         )
 

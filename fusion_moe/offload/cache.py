@@ -32,19 +32,20 @@ class Cache:
 
     def __init__(self, experts: int, slots: int, turning: int = 1, half_life: float = HALF_LIFE):
         kept = max(0, min(experts, slots - turning)) if slots < experts else experts
-        self.places = torch.full((experts,), -1, dtype=torch.int32, device="cpu")
-        self.places[:kept] = torch.arange(kept, dtype=torch.int32, device="cpu")
+        self.expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cpu")
+        self.expert_map[:kept] = torch.arange(kept, dtype=torch.int32, device="cpu")
         self.free = list(range(kept, slots))
         self.scores = torch.zeros(experts, dtype=torch.float64, device="cpu")
         self._half_life = half_life * experts
 
     def learn(self, uses: Tensor | Sequence[int]) -> list[Move]:
         """What to copy after so many slots named each expert. The moves are carried out together:
-        `places` has them from now on, and what was evicted is overwritten from the next call on.
+        `expert_map` has them from now on, and what was evicted is overwritten from the next call
+        on.
         """
         uses = torch.as_tensor(uses, dtype=torch.float64, device="cpu")
         self.scores = self.scores * 0.5 ** (float(uses.sum()) / self._half_life) + uses
-        here = self.places >= 0
+        here = self.expert_map >= 0
         scores = self.scores.tolist()
         inside, outside = (mask.nonzero().flatten().tolist() for mask in (here, ~here))
         worst = sorted(inside, key=lambda e: (scores[e], -e))
@@ -56,6 +57,6 @@ class Cache:
         ]
         for move in moves:
             self.free.remove(move.slot)
-            self.free.append(int(self.places[move.evicts]))
-            self.places[move.expert], self.places[move.evicts] = move.slot, -1
+            self.free.append(int(self.expert_map[move.evicts]))
+            self.expert_map[move.expert], self.expert_map[move.evicts] = move.slot, -1
         return moves

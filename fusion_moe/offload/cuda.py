@@ -177,7 +177,7 @@ class Cuda:
         check_ids(ids, e, least=-1)
         named = torch.bincount(ids.flatten() + 1, minlength=e + 1)[1:]
         self.moves.uses += named.int()
-        rows, there = named.cpu(), self.places
+        rows, there = named.cpu(), self.expert_map
         half = self.spare // 2
         first = missed_of(rows, there)[:half].tolist()
         for piece in range(2 if first else 0):  # at once: the link waits for nothing else
@@ -252,7 +252,7 @@ class Cuda:
     # The cache ------------------------------------------------------------------------------------
 
     @property
-    def places(self) -> Tensor:
+    def expert_map(self) -> Tensor:
         """As in `Device`: a copy on the CPU of what was published last."""
         return self.moves.table()
 
@@ -267,14 +267,14 @@ class Cuda:
                     for there in (False, True):
                         self._copy([expert], 0, there)
                     self.moves.unpack(self._packed, 0, slot, 1)
-        self._whole = self._whole or int(self.places[expert]) == slot  # which is filled again
+        self._whole = self._whole or int(self.expert_map[expert]) == slot  # which is filled again
         self._loaded += 1
 
-    def publish(self, places: Tensor) -> None:
+    def publish(self, expert_map: Tensor) -> None:
         """As in `Device`. A step that runs meanwhile has the old table, whole."""
         self._begin_change()
         with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-            self.moves.publish(places)
+            self.moves.publish(expert_map)
             self._changed.record()
         if self._whole:
             self._changed.synchronize()

@@ -60,7 +60,7 @@ class Device(Protocol):
     limit: int | None  # how many experts a short step copies at most; None: all
 
     @property
-    def places(self) -> Tensor:
+    def expert_map(self) -> Tensor:
         """i32[E]: the table in use."""
 
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
@@ -72,8 +72,8 @@ class Device(Protocol):
     def load(self, slot: int, expert: int) -> None:
         """Begins to copy an expert into a slot that the table in use does not name."""
 
-    def publish(self, places: Tensor) -> None:
-        """Makes places i32[E] the table, from the next step on, when what was loaded is there."""
+    def publish(self, expert_map: Tensor) -> None:
+        """Makes expert_map i32[E] the table of the next steps; all that was loaded is there."""
 
     def uses(self) -> Tensor:
         """i64[E]: how many slots named each expert since the last call."""
@@ -148,32 +148,32 @@ class Home:
         return torch.ops.fusion_moe.fused_experts(**self.arguments(x, ids, w, self.tensors))
 
     def steps(
-        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], places: Tensor
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], expert_map: Tensor
     ) -> Steps:
         """The programs of the device for tensors like these, any number of tokens."""
         key = x.dtype, ids.dtype, ids.shape[1], w.dtype, len(slots["down[0]"])
         if key not in self._steps:
-            self._steps[key] = steps_of(self.arguments(x, ids, w, slots, places=places))
+            self._steps[key] = steps_of(self.arguments(x, ids, w, slots, expert_map=expert_map))
         return self._steps[key]
 
     def given(
-        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], places: Tensor
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], expert_map: Tensor
     ) -> dict[str, Tensor]:
         """The tensors of such a call by name, as `Steps` takes them."""
-        return dict(each_tensor(self.arguments(x, ids, w, slots, places=places)))
+        return dict(each_tensor(self.arguments(x, ids, w, slots, expert_map=expert_map)))
 
 
 def decide(
-    ids: Tensor, places: Tensor, constants: Constants, spare: int, limit: int | None = None
+    ids: Tensor, expert_map: Tensor, constants: Constants, spare: int, limit: int | None = None
 ) -> tuple[Split, Tensor]:
-    """What a step with ids int[T, k] does with misses, and how many slots name each expert. places
-    i32[E]. Both on the CPU.
+    """What a step with ids int[T, k] does with misses, and how many slots name each expert.
+    expert_map i32[E]. Both on the CPU.
     """
     flat = ids.flatten()
-    uses = torch.bincount(flat[flat >= 0], minlength=len(places))
-    missed = missed_of(uses, places).tolist()
+    uses = torch.bincount(flat[flat >= 0], minlength=len(expert_map))
+    missed = missed_of(uses, expert_map).tolist()
     rows = dict(zip(missed, uses[missed].tolist(), strict=True))
-    there = int(((uses > 0) & (places >= 0)).sum())
+    there = int(((uses > 0) & (expert_map >= 0)).sum())
     return split(rows, constants, spare, limit, there), uses
 
 

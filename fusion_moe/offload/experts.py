@@ -127,7 +127,7 @@ class OffloadedExperts(Experts):
             for move in moves:
                 self.device.load(move.slot, move.expert)
             if moves:
-                self.device.publish(self.cache.places)
+                self.device.publish(self.cache.expert_map)
         return len(moves)
 
     def _take_uses(self) -> None:
@@ -146,17 +146,17 @@ class OffloadedExperts(Experts):
 
     def renew(self) -> None:
         """Copies all experts in slots again, after their home has changed."""
-        for expert, slot in enumerate(self.cache.places.tolist()):
+        for expert, slot in enumerate(self.cache.expert_map.tolist()):
             if slot >= 0:
                 self.device.load(slot, expert)
-        self.device.publish(self.cache.places)
+        self.device.publish(self.cache.expert_map)
 
     def explain(self, x: Tensor, ids: Tensor, w: Tensor) -> tuple[str, str]:
         """What a call with these arguments does, and the program of its steps."""
         x, ids, w = (t.reshape(-1, t.shape[-1]) for t in (x, ids, w))
-        device, places = self.device, self.device.places.cpu()
-        decided, uses = decide(ids.cpu(), places, device.constants, device.spare, device.limit)
-        here = f"{int(uses[places >= 0].sum())} of {int(uses.sum())} slots' experts are there"
+        device, expert_map = self.device, self.device.expert_map.cpu()
+        decided, uses = decide(ids.cpu(), expert_map, device.constants, device.spare, device.limit)
+        here = f"{int(uses[expert_map >= 0].sum())} of {int(uses.sum())} slots' experts are there"
         of = "; with times of another machine, since experts in files are not measured"
         return f"{here}; {decided}{of if device.home.in_files else ''}", str(
             device.steps(x, ids, w)
@@ -182,7 +182,7 @@ class OffloadedExperts(Experts):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        slots = int((self.cache.places >= 0).sum())
+        slots = int((self.cache.expert_map >= 0).sum())
         return f"{super().extra_repr()}, on the device={slots}"
 
 

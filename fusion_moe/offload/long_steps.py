@@ -33,25 +33,25 @@ class Turn:
         return -(-self.rows // each) * each
 
 
-def missed_of(named: Tensor, places: Tensor) -> Tensor:
+def missed_of(named: Tensor, expert_map: Tensor) -> Tensor:
     """The experts that are named and not there."""
-    return ((named > 0) & (places < 0)).nonzero().flatten()
+    return ((named > 0) & (expert_map < 0)).nonzero().flatten()
 
 
-def turns_of(named: Tensor, places: Tensor, each: int, first: int) -> tuple[list[Turn], Tensor]:
+def turns_of(named: Tensor, expert_map: Tensor, each: int, first: int) -> tuple[list[Turn], Tensor]:
     """The turns, and i64[2, E + 1]: of each expert its turn and its slot; last of no expert, which
     has the turn after all and the slot -1.
 
-    named, places [E]: rows of experts, and their slots or -1; each: how many are copied in a turn,
-    into slots from `first` on. The first turn copies none.
+    named, expert_map [E]: rows of experts, and their slots or -1; each: how many are copied in a
+    turn, into slots from `first` on. The first turn copies none.
     """
-    missed = missed_of(named, places)
+    missed = missed_of(named, expert_map)
     copies = [[], *(part.tolist() for part in missed.split(each) if len(part))]
     count, e = len(copies), len(named)
     table = torch.full((2, e + 1), -1, dtype=torch.int64)
-    table[1, :e] = places
+    table[1, :e] = expert_map
     table[0, e] = count
-    there = torch.where(places < 0, 0, named)
+    there = torch.where(expert_map < 0, 0, named)
     before, shares = there.cumsum(0) - there, max(1, count - 1)
     table[0, :e] = (before * shares // max(1, int(there.sum()))).clamp(max=shares - 1)
     table[0, missed] = torch.arange(len(missed)) // each + 1

@@ -153,14 +153,14 @@ class Moves:
         arrays = ends, rows, slot_of, made, y
         self._put(cuda.stream(self.device), [*numbers, *[t.data_ptr() for t in arrays]])
 
-    def publish(self, places: Tensor) -> None:
+    def publish(self, expert_map: Tensor) -> None:
         """Writes the table that is not in use, on the current stream, and has steps use it from
         then on.
         """
         self._version = 1 - self._version
-        self.tables[self._version].copy_(places)
+        self.tables[self._version].copy_(expert_map)
         self.version.fill_(self._version)
-        self._table = places.clone()
+        self._table = expert_map.clone()
 
     def table(self) -> Tensor:
         """A copy of the table that was published last, on the CPU."""

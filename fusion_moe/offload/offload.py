@@ -197,7 +197,7 @@ def _noted(model: nn.Module) -> str:
     found = _offloaded(model).values()
     if not found:
         return ""
-    here = sum(int((m.cache.places >= 0).sum()) for m in found)
+    here = sum(int((m.cache.expert_map >= 0).sum()) for m in found)
     return (
         f"the experts of {count(len(found), 'layer')} are offloaded, {here} of "
         f"{sum(m.home.experts for m in found)} are on the device: a step is {STEPS}; "

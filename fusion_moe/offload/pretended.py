@@ -42,27 +42,29 @@ class Pretended:
         self._running = threading.Lock()  # steps of one layer, which share spare slots
 
     @property
-    def places(self) -> Tensor:
+    def expert_map(self) -> Tensor:
         """i32[E]: the table in use."""
         return self._tables[self._version]
 
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
         """As in `Device`."""
-        return self.home.steps(x, ids, w, self.slots, self.places)
+        return self.home.steps(x, ids, w, self.slots, self.expert_map)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
         check_ids(ids, self.home.experts, least=-1)
         with self._running:
-            places = self.places
-            decided, uses = decide(ids, places, self.constants, self.spare, self.limit)
+            expert_map = self.expert_map
+            decided, uses = decide(ids, expert_map, self.constants, self.spare, self.limit)
             self._uses += uses
-            self._count(decided, uses, places)
-            return self._step(x, ids, w, places, decided)
+            self._count(decided, uses, expert_map)
+            return self._step(x, ids, w, expert_map, decided)
 
-    def _step(self, x: Tensor, ids: Tensor, w: Tensor, places: Tensor, decided: Split) -> Tensor:
+    def _step(
+        self, x: Tensor, ids: Tensor, w: Tensor, expert_map: Tensor, decided: Split
+    ) -> Tensor:
         steps = self.steps(x, ids, w)
-        table, room = places.clone(), max(self.spare, 1)
+        table, room = expert_map.clone(), max(self.spare, 1)
         self._bring(decided.copied[:room], table)
         y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
         for first in range(room, len(decided.copied), room):  # what the first turn left at zero
@@ -107,8 +109,8 @@ class Pretended:
         made = requester.computed(x, ids, w) if requester and len(x) <= CAPACITY else None
         return self.home.compute(x, ids, w) if made is None else made
 
-    def _count(self, decided: Split, uses: Tensor, places: Tensor) -> None:
-        c, here = self.counters, int(uses[places >= 0].sum())
+    def _count(self, decided: Split, uses: Tensor, expert_map: Tensor) -> None:
+        c, here = self.counters, int(uses[expert_map >= 0].sum())
         c.steps, c.hits, c.misses = c.steps + 1, c.hits + here, c.misses + int(uses.sum()) - here
         c.copied, c.computed = c.copied + len(decided.copied), c.computed + len(decided.computed)
 
@@ -122,11 +124,11 @@ class Pretended:
         self._copy(slot, expert)
         self.counters.loaded += 1
 
-    def publish(self, places: Tensor) -> None:
+    def publish(self, expert_map: Tensor) -> None:
         """As in `Device`. After it no step runs that read the version before, so what that table
         alone names may be overwritten.
         """
-        self._tables[1 - self._version] = places
+        self._tables[1 - self._version] = expert_map
         with self._running:
             self._version = 1 - self._version
 

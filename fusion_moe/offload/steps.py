@@ -22,7 +22,7 @@ from ..ir.text import text
 
 _NAME = "fused_experts"
 _STEPS = (  # name, where it runs, what it makes
-    ("route", "device", "ids, places -> slots whose experts are there, and misses"),
+    ("route", "device", "ids, expert_map -> slots whose experts are there, and misses"),
     ("split", "device", "misses -> experts that are copied, and those that the host computes"),
     ("copy", "host -> device", "copied experts, into spare slots"),
     ("resident", "device", "rows of all experts that are there now"),
@@ -70,7 +70,9 @@ class Steps:
 
 
 def steps_of(arguments: Mapping[str, Any]) -> Steps:
-    """Those of a call of `fused_experts` with places, whose tensors may be on the meta device."""
+    """Those of a call of `fused_experts` with an expert_map, whose tensors may be on the meta
+    device.
+    """
     call = bind(SPECS[_NAME], (), arguments)
     return _cut(call.spec.name, eager_types(call), call.others)
 

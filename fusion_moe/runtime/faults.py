@@ -57,7 +57,8 @@ _FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
     ),
     7: _Fault(
-        "places[{place}] = {value}", "the index of an expert here, or -1 for one that is elsewhere"
+        "expert_map[{place}] = {value}",
+        "the index of an expert here, or -1 for one that is elsewhere",
     ),
     8: _Fault(
         "group {place} of {value} rows does not fit offsets, problem_sizes and blockscale_offsets",

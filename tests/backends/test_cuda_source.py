@@ -751,12 +751,12 @@ def test_a_source_that_does_not_compile():
 
 @pytest.mark.parametrize("model", few(["qwen3", "gptoss"]))
 def test_experts_in_places(model):
-    """A kernel before routing looks places up; what follows are the kernels without them."""
+    """A kernel before routing looks expert_map up; what follows are the kernels without them."""
     _, k, h, i = MODELS[model]
     args = *tokens_of(64, k, h), encoded("nvfp4", 16, 2 * i, h), encoded("nvfp4", 16, h, i)
     how = {"weight_format": "nvfp4", "weight_layout": "w16x64"}
-    places = meta(128, dtype=torch.int32)
-    kernels = emitted(fusion_of_call("fused_experts", *args, places=places, **how))
+    expert_map = meta(128, dtype=torch.int32)
+    kernels = emitted(fusion_of_call("fused_experts", *args, expert_map=expert_map, **how))
     assert [kernel.why for kernel in kernels] == ["", ""]
     first = launches(kernels[0].launch.source, 8)
     assert [x.name for x in first[:2]] == ["place", "route"]

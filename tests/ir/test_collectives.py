@@ -228,8 +228,8 @@ def test_what_peers_cannot_be_beside():
         (OptionError, "first_expert = None", lambda: experts(x, ids, w, 0, first_expert=None)),
         (
             OptionError,
-            "places",
-            lambda: experts(x, ids, w, 0, places=torch.zeros(E, dtype=torch.int32)),
+            "expert_map",
+            lambda: experts(x, ids, w, 0, expert_map=torch.zeros(E, dtype=torch.int32)),
         ),
         (
             ShapeError,

@@ -32,7 +32,7 @@ INDICES = {
     "problem_ends.padded_starts": [(1, n) for n in (0, 64, *FAR)],
     "route.ids": IDS,
     "place.ids": IDS,
-    "place.places": IDS,  # of 32 places
+    "place.expert_map": IDS,  # of 32 places
     "index_select.index": INDEX,
     "index_put_accumulate.index": INDEX,
     "invert.slot_of": [(0, 1), *INDEX],

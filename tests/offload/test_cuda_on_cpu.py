@@ -212,8 +212,8 @@ def test_a_worker_that_fails_is_an_error_and_the_rest_is_right():
     worker.pause()
     y = found(x, ids, w)
     worker.pause(False)
-    places = found.device.places
-    there = torch.where((ids >= 0) & (places[ids.clamp(0)] >= 0), ids, -1)
+    expert_map = found.device.expert_map
+    there = torch.where((ids >= 0) & (expert_map[ids.clamp(0)] >= 0), ids, -1)
     assert torch.equal(y, plain(x, there, w))
     with pytest.raises(WorkerError, match=r"it is late, after [5-9]\d ms"):
         found(x, ids, w)

@@ -167,11 +167,11 @@ def test_cache_learns():
     found = offloaded(plain, COMPUTES, slots=3, every=5)
     x, ids, w = routed(2, H)  # only the last two
     args = x, ids + E - 2, w
-    want, before = plain(*args), found.device.places.clone()
+    want, before = plain(*args), found.device.expert_map.clone()
     for _ in range(20):
         assert found(*args).equal(want)
     assert (before >= 0).nonzero().flatten().tolist() == [0, 1]
-    assert (found.device.places >= 0).nonzero().flatten().tolist() == [E - 2, E - 1]
+    assert (found.device.expert_map >= 0).nonzero().flatten().tolist() == [E - 2, E - 1]
     assert found.counters.loaded == 4  # two at the beginning
     c = found.counters
     assert c.misses == 5 * 14 + 5 * 7  # one expert came after 5 steps, the other one after 10

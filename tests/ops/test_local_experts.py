@@ -117,9 +117,9 @@ def test_nvfp4(target, dtype):
 
 def places_of(here: list[int], experts: int = E) -> Tensor:
     """Experts `here` lie at 0, 1, ..., all others elsewhere."""
-    places = torch.full((experts,), -1, dtype=torch.int32)
-    places[here] = torch.arange(len(here), dtype=torch.int32)
-    return places
+    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map[here] = torch.arange(len(here), dtype=torch.int32)
+    return expert_map
 
 
 def poison() -> None:
@@ -205,15 +205,17 @@ def test_experts_in_any_places(target, here):
     with fusion_moe.options.override(target=target):
         kept = torch.where(torch.isin(ids, torch.tensor(here)), ids, -1)
         want = ops.fused_experts(x, kept, w, *weights, weight_format="nvfp4")
-        found = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=places_of(here))
+        found = ops.fused_experts(
+            x, ids, w, *picked, weight_format="nvfp4", expert_map=places_of(here)
+        )
         assert found.any()
         assert found.equal(want)
         nowhere = torch.full_like(places_of(here), -1)
-        nothing = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=nowhere)
+        nothing = ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", expert_map=nowhere)
         assert not nothing.any()
         ids[0, 0] = E
         with pytest.raises(GroupsError, match=f"ids\\[0, 0\\] = {E} is out of range"):
-            ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", places=places_of(here))
+            ops.fused_experts(x, ids, w, *picked, weight_format="nvfp4", expert_map=places_of(here))
 
 
 def test_bad_places(golden):
@@ -221,10 +223,10 @@ def test_bad_places(golden):
     ids[4] = 0
     call = partial(ops.fused_experts, x, ids, w, *parts(1), weight_format="nvfp4")
     cases = {
-        "a dtype": lambda: call(places=places_of([0]).long()),
-        "a shape": lambda: call(places=places_of([0])[None]),
-        "two ways": lambda: call(places=places_of([0]), first_expert=0),
-        "a place": lambda: call(places=places_of([0, 5])),
+        "a dtype": lambda: call(expert_map=places_of([0]).long()),
+        "a shape": lambda: call(expert_map=places_of([0])[None]),
+        "two ways": lambda: call(expert_map=places_of([0]), first_expert=0),
+        "a place": lambda: call(expert_map=places_of([0, 5])),
     }
     golden(messages(cases))
 
@@ -235,9 +237,9 @@ def test_places_in_every_way(how):
     ids[4] = 0
     args = x, ids, w, places_of([6, 1]), *(part for one in parts(2) for part in one)
 
-    def call(x: Tensor, ids: Tensor, w: Tensor, places: Tensor, *weights: Tensor) -> Tensor:
+    def call(x: Tensor, ids: Tensor, w: Tensor, expert_map: Tensor, *weights: Tensor) -> Tensor:
         up, down = weights[:3], weights[3:]
-        return ops.fused_experts(x, ids, w, up, down, weight_format="nvfp4", places=places)
+        return ops.fused_experts(x, ids, w, up, down, weight_format="nvfp4", expert_map=expert_map)
 
     want = call(*args)
     found = HOW[how](call)(*args)

@@ -466,7 +466,7 @@ def fused_experts(
     lora_scale: float = 1.0,
     first_expert: int | None = None,
     straight_through: str = "exact",
-    places: Value | None = None,
+    expert_map: Value | None = None,
     peers: Value | None = None,
     across: str = "",
     of_experts: int = 0,
@@ -479,10 +479,10 @@ def fused_experts(
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters:
     gate_up_lora_a [G, r, H], gate_up_lora_b [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H,
     r]; lora_of int[T], gate_up_lora_of and down_lora_of int[r]: which of several each token has.
-    first_expert: the id of the first of G local experts; None: all are local. places i32[N]: which
-    of the G each of N experts is, -1 for none. peers i64[R + 4]: the memory of the ranks of the
-    group `across`, between which of_experts are divided. float32_sums: the ranks' sums are rounded
-    when they are added, not before.
+    first_expert: the id of the first of G local experts; None: all are local. expert_map i32[N]:
+    which of the G each of N experts is, -1 for none. peers i64[R + 4]: the memory of the ranks of
+    the group `across`, between which of_experts are divided. float32_sums: the ranks' sums are
+    rounded when they are added, not before.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     act = read(activation)
@@ -518,14 +518,14 @@ def fused_experts(
     dtype = x.type.dtype
     combine_all = combine
     if peers is not None:
-        _need_alone(lora_of, places, first_expert)
+        _need_alone(lora_of, expert_map, first_expert)
         rows = capacity or tokens.type.shape[0]
         tokens, ids, w, combine_all = _between_ranks(
             fd, tokens, ids, w, peers, rows, of_experts, across, float32_sums
         )
     experts = plain(gate_up[0].type.shape[0])
-    if places is not None:
-        ids, first_expert = _placed(fd, ids, places, experts, first_expert), 0
+    if expert_map is not None:
+        ids, first_expert = _placed(fd, ids, expert_map, experts, first_expert), 0
     ends, row_of, slot_of = route(fd, ids, experts, first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if lora_of is not None:
@@ -551,13 +551,13 @@ def fused_experts(
     return restore(combine_all(fd, y, slot_of, w))
 
 
-def _need_alone(lora_of: Value | None, places: Value | None, first_expert: int | None) -> None:
+def _need_alone(lora_of: Value | None, expert_map: Value | None, first_expert: int | None) -> None:
     """What is said of a rank's own tokens or of all experts cannot be beside peers."""
-    beside = [n for n, v in (("lora_of", lora_of), ("places", places)) if v is not None]
+    beside = [n for n, v in (("lora_of", lora_of), ("expert_map", expert_map)) if v is not None]
     if beside or first_expert is None:
         raise OptionError(
             f"peers with {' and '.join(beside) or 'first_expert = None'}",
-            expected="first_expert, and neither lora_of nor places",
+            expected="first_expert, and neither lora_of nor expert_map",
         )
 
 
@@ -594,17 +594,17 @@ def _between_ranks(
 
 
 def _placed(
-    fd: FusionDefinition, ids: Value, places: Value, experts: Any, first_expert: int | None
+    fd: FusionDefinition, ids: Value, expert_map: Value, experts: Any, first_expert: int | None
 ) -> Value:
     """The place of each slot's expert, which `route` drops if it is none of the groups."""
-    arguments.need_dtype("places", places.type, ("i32",))
-    need_rank("places", places.type, 1)
+    arguments.need_dtype("expert_map", expert_map.type, ("i32",))
+    need_rank("expert_map", expert_map.type, 1)
     if first_expert is not None:
         raise OptionError(
-            f"places with first_expert = {first_expert}",
-            expected="one of the two: places has an entry for each expert",
+            f"expert_map with first_expert = {first_expert}",
+            expected="one of the two: expert_map has an entry for each expert",
         )
-    return fd.ops.place(ids, places, here=experts)
+    return fd.ops.place(ids, expert_map, here=experts)
 
 
 def _need_experts(

@@ -228,9 +228,9 @@ class SegmentWriter(Writer):
         return [f"if (!{op.kind.name}({', '.join(map(str, given))})) return false;"]
 
     def _first_place(self, op: Op) -> list[str]:
-        (ids, places), (made,) = op.values, op.outputs
-        given = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(places)}"
-        counts = f"{size(places.type.shape[0])}, {op.attrs['here']}"
+        (ids, expert_map), (made,) = op.values, op.outputs
+        given = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(expert_map)}"
+        counts = f"{size(expert_map.type.shape[0])}, {op.attrs['here']}"
         return [f"if (!place({given}, {counts}, {self.names[made]})) return false;"]
 
     def _first_route(self, op: Op) -> list[str]:

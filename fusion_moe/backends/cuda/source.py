@@ -412,9 +412,9 @@ class Source(Writer):
         return self.kernel("route", body, groups + rest, threads=32 * _MAX_WARPS)
 
     def _place(self, op: Op) -> KernelSource:
-        (ids, places), (made,) = op.values, op.outputs
-        given = f"{self.array(ids, self.made_later)}[i], {self.array(places)}"
-        counts = f"{size(places.type.shape[0])}, {op.attrs['here']}"
+        (ids, expert_map), (made,) = op.values, op.outputs
+        given = f"{self.array(ids, self.made_later)}[i], {self.array(expert_map)}"
+        counts = f"{size(expert_map.type.shape[0])}, {op.attrs['here']}"
         place = f"place_of({given}, {counts}, i, error)"
         body = [f"{self.names[made]}[i] = {place};"]
         return self.for_all("place", elements(ids.type.shape), body)

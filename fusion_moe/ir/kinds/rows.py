@@ -14,9 +14,9 @@ from ...errors import DtypeError, FusionError, ShapeError
 from ...layouts import SF128X4
 from ...layouts.groups import (
     check_ends,
+    check_expert_map,
     check_ids,
     check_permutation,
-    check_places,
     check_problem,
     check_slots,
     ends_from_problem,
@@ -187,9 +187,9 @@ def _route(
     return ends, (order // max(ids.shape[1], 1)).int(), slot_of.view(ids.shape)
 
 
-def _place_type(ids: TensorType, places: TensorType, here: int) -> Types:
-    """ids int[T, k], experts of tokens; places i32[E], where each expert lies, at 0 to here - 1 or,
-    with -1, elsewhere -> i32[T, k]: the place of each slot's expert, -1 for the id -1.
+def _place_type(ids: TensorType, expert_map: TensorType, here: int) -> Types:
+    """ids int[T, k], experts of tokens; expert_map i32[E], where each expert lies, at 0 to here - 1
+    or, with -1, elsewhere -> i32[T, k]: the place of each slot's expert, -1 for the id -1.
 
     Every id must be one of the E experts, or -1.
     """
@@ -197,21 +197,21 @@ def _place_type(ids: TensorType, places: TensorType, here: int) -> Types:
         raise ShapeError(f"{here} places", expected="0 or more, of 32 bits")
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
-    need_rank("places", places, 1)
-    need_dtype("places", places, "i32")
+    need_rank("expert_map", expert_map, 1)
+    need_dtype("expert_map", expert_map, "i32")
     return (TensorType(tuple(map(plain, ids.shape)), "i32"),)
 
 
-def _place_needs(ids: TensorType, places: TensorType, here: int) -> Iterator[Need]:
-    experts = places.shape[0]
+def _place_needs(ids: TensorType, expert_map: TensorType, here: int) -> Iterator[Need]:
+    experts = expert_map.shape[0]
     yield some_of(experts, elements(ids.shape)), f"ids choose among {experts} experts"
 
 
-def _place(ids: torch.Tensor, places: torch.Tensor, here: int) -> tuple[torch.Tensor]:
-    check_ids(ids, len(places), least=-1)
-    check_places(places, here)
-    none = places.new_full((1,), -1)
-    return (torch.cat([none, places])[ids.long() + 1],)
+def _place(ids: torch.Tensor, expert_map: torch.Tensor, here: int) -> tuple[torch.Tensor]:
+    check_ids(ids, len(expert_map), least=-1)
+    check_expert_map(expert_map, here)
+    none = expert_map.new_full((1,), -1)
+    return (torch.cat([none, expert_map])[ids.long() + 1],)
 
 
 def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:

@@ -68,12 +68,13 @@ bool all_below(const Index* index, i64 count, i64 size, i64 least = 0) {
     return good;
 }
 
-// The places of ids, -1 for -1; false if an id names none of the experts, or a place is none of
-// those here.
+// What expert_map has for ids, -1 for -1; false if an id names none of the experts, or a place is
+// none of those here.
 template <class Id>
-bool place(const Id* ids, i64 count, const i32* places, i64 experts, i64 here, i32* made) {
-    if (!all_below(ids, count, experts, -1) || !all_below(places, experts, here, -1)) return false;
-    for (i64 i = 0; i < count; ++i) made[i] = ids[i] < 0 ? -1 : places[ids[i]];
+bool place(const Id* ids, i64 count, const i32* expert_map, i64 experts, i64 here, i32* made) {
+    if (!all_below(ids, count, experts, -1) || !all_below(expert_map, experts, here, -1))
+        return false;
+    for (i64 i = 0; i < count; ++i) made[i] = ids[i] < 0 ? -1 : expert_map[ids[i]];
     return true;
 }
 

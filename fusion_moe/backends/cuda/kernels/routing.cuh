@@ -115,10 +115,10 @@ struct Route {
 // The place of an expert; -1 for the id -1, for one that names no expert, and for a place that is
 // none of those here; the latter two are reported.
 template <class Id>
-__device__ __forceinline__ i32 place_of(Id id, const i32* places, i64 experts, i32 here, i64 i,
+__device__ __forceinline__ i32 place_of(Id id, const i32* expert_map, i64 experts, i32 here, i64 i,
                                         i64* error) {
     if (id >= 0 && id < experts) {
-        const i32 place = places[id];
+        const i32 place = expert_map[id];
         if (place >= -1 && place < here) return place;
         report(error, BAD_PLACE, i32(id), place);
         return -1;
