@@ -21,11 +21,12 @@ from .errors import OptionError, need_one_of
 
 __all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
 _FLOATS = "bf16"  # as `wgrad`: weight gradients are products of unquantized operands
+ORIGINAL = "_original"  # the end of a `wgrad` whose copies the backward makes, of saved floats
 # activation_format of operations -> the family of encodings that its operands have, and `wgrad`
 FORMATS = {
     f"{family}{end}": (family, wgrad)
     for family, own in (("mxfp8", "mxfp8"), ("fp8_block", "fp8"), ("fp8_block_f32", "fp8"))
-    for end, wgrad in (("", own), (f"_wgrad_{_FLOATS}", _FLOATS))
+    for end, wgrad in (("", own), (ORIGINAL, own + ORIGINAL), (f"_wgrad_{_FLOATS}", _FLOATS))
 }
 
 
@@ -172,7 +173,12 @@ def current() -> Recipe | None:
     return getattr(_state, "recipe", None)
 
 
-def activation_format() -> str:
-    """The `activation_format` that operations get under the recipe in force."""
+def activation_format(original: bool = False) -> str:
+    """The `activation_format` that operations get under the recipe in force. original: the forward
+    saves activations as they are, not their copies.
+    """
     by = current()
-    return "bf16" if by is None else by.activation_format
+    if by is None:
+        return "bf16"
+    form = by.activation_format
+    return form + ORIGINAL if original and by.wgrad != _FLOATS else form

@@ -33,7 +33,7 @@ from ...encodings import (
     Encoding,
 )
 from ...errors import DtypeError, OptionError
-from ...recipe import FORMATS
+from ...recipe import FORMATS, ORIGINAL
 from ..core import Op, Value
 from ..types import Dim, TensorType
 from .rules import known, need_dtype
@@ -114,7 +114,7 @@ def need_along(name: str, type: TensorType, like: TensorType, axis: int) -> None
 def need_wgrad(a: TensorType, wgrad: str) -> None:
     """OptionError unless a product with rows of type a can take this wgrad."""
     family = family_of(a)
-    allowed = [] if family is None else [family.wgrad, "bf16"]
+    allowed = [] if family is None else [family.wgrad, family.wgrad + ORIGINAL, "bf16"]
     if family is None or a.dtype in _FROZEN_TOO:
         allowed = ["", *allowed]
     if wgrad not in allowed:
@@ -201,9 +201,10 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     else:
         w = in_parts(fd, w) if w.type.encoding == other else fd.ops.quantize(weight, other.name)
     dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
-    if op.attrs["wgrad"] == family.wgrad:
+    if op.attrs["wgrad"].startswith(family.wgrad):
         x, dy = (fd.ops.quantize(t, ends, encoding=family.columns.name) for t in (x, dy))
-        x = by_columns(fd, x, ends) if fd.by_columns and _are_turned(x, dy) else in_parts(fd, x)
+        if not op.attrs["wgrad"].endswith(ORIGINAL):  # else the backward makes the copy of x too
+            x = by_columns(fd, x, ends) if fd.by_columns and _are_turned(x, dy) else in_parts(fd, x)
     dw = fd.ops.grouped_outer(*((x, dy) if transposed else (dy, x)), ends)
     return [
         fd.ops.cast(dx, dtype=_floats(fd, a).type.dtype),

@@ -75,6 +75,9 @@ class GroupedLinear(GroupedParameters):
         return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a
             list of G [N] in the result's dtype, with their gradients; an empty list without bias.
             Not with scale_bias, and not in a `Sequential`.
+        save_original_input: under a recipe, the backward quantizes x once more for the weights'
+            gradients, with the same bits, in place of a quantized copy that the forward saves: less
+            memory where others keep x anyway.
 
     Copies of weights that `is_first_microbatch` keeps are in no state dict, and go when the module
     is copied or pickled.
@@ -96,6 +99,7 @@ class GroupedLinear(GroupedParameters):
         scale_bias: bool = False,
         return_bias: bool = False,
         init_method: Callable[[Tensor], object] | None = None,
+        save_original_input: bool = False,
     ):
         for name, n in (
             ("num_groups", num_groups),
@@ -124,6 +128,7 @@ class GroupedLinear(GroupedParameters):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.scale_bias, self.return_bias = scale_bias and bias, return_bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.save_original_input = save_original_input
         self.delayed = Delayed() if delay_wgrad_compute else None
         self.held = Held()
         self.init_method = init_method or partial(nn.init.kaiming_uniform_, a=sqrt(5))
@@ -247,7 +252,7 @@ class GroupedLinear(GroupedParameters):
             "linear",
             self.in_features,
             (weight, Operand(ends, (groups,)), bias, column, *held, *[None] * (_HELD - len(held))),
-            (dtype, recipe.activation_format()),
+            (dtype, recipe.activation_format(self.save_original_input)),
         )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
@@ -316,5 +321,6 @@ class GroupedLinear(GroupedParameters):
             "delay_wgrad_compute": self.delay_wgrad_compute,
             "scale_bias": self.scale_bias,
             "return_bias": self.return_bias,
+            "save_original_input": self.save_original_input,
         }
         return sizes + "".join(f", {name}=True" for name, on in flags.items() if on)
