@@ -19,6 +19,7 @@ from ...nn import (
     NVFP4GroupedLinear,
     QuantizationConfig,
 )
+from ...nn.conversion.packed_grouped import packed_converter, packed_gate_up, packed_weight
 
 _LAYERS = "thunder.benchmarks.layers_for_inference_benchmark"
 
@@ -71,10 +72,16 @@ def _llama4_moe(moe: nn.Module, config: QuantizationConfig) -> nn.Module:
     """Llama4MoE: gate, a linear layer; routed_experts, a GroupedSwiGLU; shared_experts, one layer
     for all of them
     """
-    gate, up, down = _projections(moe.get_submodule("routed_experts"))
-    experts = NVFP4Experts.from_float(
-        torch.cat([gate, up], 1), down, config.activation_format, "input", config.scales
-    )
+    routed = moe.get_submodule("routed_experts")
+    if packed_converter(routed):  # what thunder quantized
+        gate_up = packed_gate_up(*(routed.get_submodule(name) for name in ("gate_proj", "up_proj")))
+        weights = gate_up, packed_weight(routed.get_submodule("down_proj"))
+        experts = NVFP4Experts(*weights, config.activation_format, "input")
+    else:
+        gate, up, down = _projections(routed)
+        experts = NVFP4Experts.from_float(
+            torch.cat([gate, up], 1), down, config.activation_format, "input", config.scales
+        )
     return Llama4MoE(moe.get_submodule("gate"), experts, moe.get_submodule("shared_experts"))
 
 

@@ -20,6 +20,7 @@ from ..frozen.projections import Projections
 from ..frozen.quantized_linear import QuantizedLinear
 from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
+from .packed_grouped import packed_converter
 from .register import Converter, registered_converter
 
 
@@ -68,6 +69,8 @@ def converter_of(module: nn.Module) -> Converter | None:
     named = _named(module)
     if own := registered_converter(module):
         return own
+    if packed := packed_converter(module):
+        return packed
     if callable(named):
         return named
     if type(module) is nn.Linear:  # a subclass may compute something else

@@ -180,7 +180,10 @@ def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
     others = {
         f"{name} ({qualified(m)}{f': {why}' if (why := why_refused(m)) else ''})": m
         for name, m in modules.items()
-        if why_refused(m) or any(p.dim() == 3 for p in m.parameters(recurse=False))
+        if why_refused(m)
+        or any(
+            t.dim() == 3 for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+        )
     }
     unknown = next((m for m in others.values() if not why_refused(m)), None)
     raise UnsupportedError(

@@ -44,7 +44,9 @@ class NVFP4GroupedLinear(AdaptableModule):
     castable = ("bias",)
     projections = ("weight",)
     targets = ("linear",)
-    starts = False  # whether offs are the first rows of groups, as the module it replaces had them
+    # whether offs are the first rows of groups, as the module it replaces had them: i32[G], or
+    # i32[G + 1] with the end of the last group behind them
+    starts = False
     bias: nn.Parameter | None
 
     def __init__(
@@ -89,6 +91,7 @@ class NVFP4GroupedLinear(AdaptableModule):
             self.order()
             if self.starts:
                 offs = torch.cat([offs[1:], offs.new_full((1,), x.shape[:-1].numel())])
+                offs = offs[: self.shape_of("weight")[0]]
             if padding := self.paddings.get("weight"):
                 checks.need_rows("x", x, padding.shape[1], type(self).__name__)
             try:
