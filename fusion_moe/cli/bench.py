@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 SIZES = "tiny", "qwen3-30b"  # of transformers.bench
+MODES = "eager", "inductor", "fusion_moe", "thunder", "thunderfx"  # the same
+FIRST, NEXT = "first token", "between tokens"  # of rows of modes
 _BAR = 30  # columns
 _BUSY = 0.5  # a spread that a machine at rest does not have
 
@@ -35,7 +37,7 @@ class Bench(Result):
     weights: bytes by contender, and what they would be of the whole.
     """
 
-    schema = "fusion_moe.bench/2"
+    schema = "fusion_moe.bench/3"
     of: str
     where: str
     how: str
@@ -51,14 +53,23 @@ class Bench(Result):
             (
                 _call_of(row),
                 row.name,
-                duration(row.times.median),
-                f"{row.times.spread:.0%}",
-                f"{row.tokens / row.times.median:,.1f}",
+                duration(row.timed.median),
+                f"{row.timed.spread:.0%}",
+                "" if row.of == FIRST else f"{row.tokens / row.timed.median:,.1f}",
                 self._bar(row),
             )
+            if row.times
+            else (_call_of(row), row.name, "-", "", "", "")
             for row in self.rows
         )
-        names = "", "experts", "median", "spread", "tokens/s", ""
+        names = (
+            "",
+            "mode and experts" if self.rows[0].mode else "experts",
+            "median",
+            "spread",
+            "tokens/s",
+            "",
+        )
         console.print(table(names, cells, right=(2, 3, 4)))
         console.print()
         for line in self._sentences():
@@ -66,21 +77,29 @@ class Bench(Result):
 
     def _bar(self, row: Row) -> str:
         """As long as its time, beside the slowest way of the same call."""
-        slowest = max(r.times.median for r in self.rows if _call_of(r) == _call_of(row))
-        return "=" * round(_BAR * row.times.median / slowest)
+        slowest = max(r.timed.median for r in self._timed() if _call_of(r) == _call_of(row))
+        return "=" * round(_BAR * row.timed.median / slowest)
+
+    def _timed(self) -> list[Row]:
+        return [row for row in self.rows if row.times]
 
     def _sentences(self) -> Iterator[str]:
         some, whole = self.layers
-        for call in dict.fromkeys((row.of, row.tokens) for row in self.rows):
+        yield from dict.fromkeys(f"{row.name}: {row.why}" for row in self.rows if row.why)
+        for call in dict.fromkeys((row.of, row.tokens) for row in self._timed()):
             ours, best = self._of(*call)
+            if best is None:
+                continue
             yield f"{_call_of(ours)}: {verdict(ours, best)}"
-            if ours.of == "decode" and some < whole:
+            if ours.of in ("decode", NEXT) and some < whole:
                 head = self.heads[ours.tokens].median
-                times = [(row.times.median - head) * whole / some + head for row in (ours, best)]
+                times = [(row.timed.median - head) * whole / some + head for row in (ours, best)]
                 a, b = (f"{ratio(ours.tokens / t)} tokens/s" for t in times)
                 yield _computed(whole, a, b, times[1] / times[0])
-        if max(row.times.spread for row in self.rows) > _BUSY:
+        if max((row.timed.spread for row in self._timed()), default=0) > _BUSY:
             yield f"a spread above {_BUSY:.0%}: measure again when nothing else runs here"
+        if peaks := [f"{row.name} {amount(row.peak, 'B')}" for row in self.rows if row.peak]:
+            yield f"memory beside weights, at the peak: {', '.join(dict.fromkeys(peaks))}"
         ours_bytes, bf16 = self.weights[0].values()
         yield (
             f"weights: {amount(ours_bytes, 'B')}, in bf16 {amount(bf16, 'B')}: "
@@ -91,10 +110,12 @@ class Bench(Result):
             sizes = amount(ours_bytes, "B"), amount(bf16, "B")
             yield _computed(whole, *sizes, bf16 / ours_bytes)
 
-    def _of(self, of: str, tokens: int) -> tuple[Row, Row]:
-        """Ours, and the fastest other."""
-        ours, *others = (row for row in self.rows if (row.of, row.tokens) == (of, tokens))
-        return ours, min(others, key=lambda row: row.times.median)
+    def _of(self, of: str, tokens: int) -> tuple[Row, Row | None]:
+        """Ours, or the first, and the fastest other."""
+        rows = [row for row in self._timed() if (row.of, row.tokens) == (of, tokens)]
+        ours = next((row for row in rows if row.mode == "fusion_moe"), rows[0])
+        others = [row for row in rows if row is not ours]
+        return ours, min(others, key=lambda row: row.timed.median, default=None)
 
 
 def bench(
@@ -112,17 +133,34 @@ def bench(
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences; may be repeated. [default: 1]")
     ] = None,
-    after: Annotated[int, typer.Option(min=1, help="Tokens before those decoded.")] = 512,
+    after: Annotated[
+        int | None, typer.Option(min=1, help="Tokens before those decoded. [default: 512]")
+    ] = None,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt. [default: 4096, 512 on CPUs]")
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a prompt. [default: 4096, 512 on CPUs and with --mode]"
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Runs, of which the median counts.")] = 7,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Compilers to compare, with commas between them: eager, inductor, fusion_moe, "
+            "thunder (thunder.jit), thunderfx."
+        ),
+    ] = "",
     device: Device = "",
 ) -> Bench:
     """Time decoding and prompts beside the same model in bf16. Compares memory too.
 
     In turns. On a GPU all decode under CUDA graphs; on CPUs nothing is compiled.
+
+    With --mode, each compiler named has prompts and steps, on CPUs too: fusion_moe the experts in
+    few bits, all others the model in bf16. The time until the first token of --prompt tokens, and
+    between those after it.
     """
+    modes = check_modes(mode, after)
     if (directory is None) == (not config):
         found = "DIR and --config" if config else "neither DIR nor --config"
         raise OptionError(found, expected="one of them", where="bench")
@@ -134,7 +172,7 @@ def bench(
         raise OptionError(f"--config {config}", expected=expected, where="bench")
     load()
     where = device_of(device, "bench")
-    tokens = prompt or (4096 if where == "cuda" else 512)
+    tokens = prompt or (4096 if where == "cuda" and not modes else 512)
     with quietly():
         from ..integrations.transformers import bench as of
         from ..integrations.transformers.decoding import why_plain
@@ -144,7 +182,14 @@ def bench(
         text = model.config.get_text_config()
         some = text.num_hidden_layers
         tokens = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
-        rows = tuple(of.compared(contenders, batch or [1], after, tokens, repeats))
+        batches, before = batch or [1], after or 512
+        if modes:
+            before = tokens
+            rows = tuple(
+                of.compared_modes(of.in_modes(contenders, modes), batches, tokens, repeats)
+            )
+        else:
+            rows = tuple(of.compared(contenders, batches, before, tokens, repeats))
         heads = {b: of.head(model, b, repeats) for b in batch or [1]} if some < whole else {}
         why = why_plain(model)
     held = {ours.name: ours.model, "bf16": model}
@@ -152,8 +197,7 @@ def bench(
         f"{type(model).__name__}, {count(some, 'layer')}"
         f"{f' of {whole}' if some < whole else ''}, {weights}",
         _machine(where),
-        f"steps {f'are not compiled: {why}' if why else 'replay CUDA graphs'}; "
-        f"{after} tokens before a step; median of {repeats} runs in turns",
+        f"{_how(modes, why)}; {before} tokens before a step; median of {repeats} runs in turns",
         (some, whole),
         rows,
         heads,
@@ -192,11 +236,34 @@ def _contenders(
     return contenders, whole, "random weights"
 
 
+def check_modes(mode: str, after: int | None) -> list[str]:
+    """The modes of a list with commas. OptionError for an unknown one, or tokens that only the
+    comparison without modes reads.
+    """
+    modes = list(dict.fromkeys(filter(None, mode.replace(" ", "").split(","))))
+    if unknown := [name for name in modes if name not in MODES]:
+        found = f"--mode {','.join(unknown)}"
+        raise OptionError(found, expected=", ".join(MODES), where="bench")
+    if modes and after is not None:
+        found = "--after with --mode"
+        todo = "pass --prompt: in modes, steps follow the prompt"
+        raise OptionError(found, expected="one of them", todo=todo, where="bench")
+    return modes
+
+
+def _how(modes: Sequence[str], why: str) -> str:
+    """What runs steps; why: they are no CUDA graphs."""
+    if not modes:
+        return f"steps are not compiled: {why}" if why else "steps replay CUDA graphs"
+    graphs = "no step is a CUDA graph" if why else "inductor and fusion_moe replay CUDA graphs"
+    return f"{graphs}{f': {why}' if why else ''}"
+
+
 def verdict(ours: Row, other: Row) -> str:
     """How many times as fast ours is, unless their runs overlap."""
-    if ours.times.overlaps(other.times):
+    if ours.timed.overlaps(other.timed):
         return f"{ours.name} and {other.name}: inconclusive, their times overlap"
-    factor = other.times.median / ours.times.median
+    factor = other.timed.median / ours.timed.median
     return f"{ours.name} is {factor:.2f}x as fast as {other.name}"
 
 
@@ -205,7 +272,7 @@ def _computed(layers: int, ours: str, bf16: str, factor: float) -> str:
 
 
 def _call_of(row: Row) -> str:
-    of = "sequence" if row.of == "decode" else "token"
+    of = "token" if row.of == "prompt" else "sequence"
     return f"{row.of}, {count(row.tokens, of)}"
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_chat_reads_all_that_was_said_by_the_template(model, tmp_path):
         (("run", MADE / "modelopt-mixtral", "a"), 1, "no tokenizer; expected tokenizer.json"),
         (("bench",), 2, "neither DIR nor --config"),
         (("bench", "--config", "nope"), 2, "expected tiny, qwen3-30b, or a file or directory"),
+        (
+            ("bench", MODEL, "--mode", "eager,jit"),
+            2,
+            "--mode jit; expected eager, inductor, fusion",
+        ),
+        (
+            ("bench", MODEL, "--mode", "eager", "--after", "3"),
+            2,
+            "--after with --mode; expected one",
+        ),
     ],
 )
 def test_wrong_calls_are_a_sentence(arguments, code, said):
@@ -139,6 +150,46 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
     for other in others:
         other.read(ids)  # by its own experts
         torch.testing.assert_close(other.model(ids).logits, wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_bench_of_all_modes():
+    """What does not run, as thunder where it is not installed, is a row that says why."""
+    modes = "eager", "inductor", "fusion_moe", "thunder", "thunderfx"
+    small = ("--layers", 1, "--prompt", 6, "--repeats", 2, "--mode", ",".join(modes))
+    found = json.loads(call("bench", "--config", "tiny", *small, "--json").stdout)
+    rows = {(row["of"], row["mode"]): row for row in found["rows"]}
+    assert set(rows) == {(of, mode) for of in ("first token", "between tokens") for mode in modes}
+    there = find_spec("thunder") is not None
+    for (_, mode), row in rows.items():
+        assert row["name"] == ("fusion_moe NVFP4" if mode == "fusion_moe" else f"{mode} bf16")
+        runs = mode in modes[:3] or (there and mode == "thunderfx")
+        assert bool(row["times"]) == runs, row  # thunder.jit takes no whole model of transformers
+        assert bool(row["why"]) != runs
+        if "thunder" in mode and not there:
+            assert row["why"].startswith("thunder is not installed; expected lightning-thunder")
+    assert found["weights"][0]["NVFP4"] < found["weights"][0]["bf16"]
+
+
+def test_bench_prints_what_does_not_run():
+    def row(mode: str, times: Times | None, why: str = "") -> Row:
+        return Row("first token", f"{mode} bf16", 1, times, mode, why)
+
+    rows = (
+        row("eager", Times(2.0, 2.0, 2.0)),
+        row("thunder", None, "thunder is not installed"),
+        row("fusion_moe", Times(1.0, 1.0, 1.0)),
+    )
+    weights = {"NVFP4": 1, "bf16": 2}
+    console = Console(record=True, file=io.StringIO(), width=100)
+    Bench("of", "where", "how", (1, 1), rows, {}, (weights, weights)).print(console)
+    lines = console.export_text().splitlines()
+    assert [line for line in lines if "thunder" in line] == [
+        next(line for line in lines if line.split()[-2:] == ["bf16", "-"]),
+        "thunder bf16: thunder is not installed",
+    ]
+    assert "first token, 1 sequence: fusion_moe bf16 is 2.00x as fast as eager bf16" in lines
 
 
 def test_bench_says_when_runs_differ_much():

@@ -300,6 +300,7 @@ def test_what_commands_know_without_importing_it():
 
     transformers_bench = pytest.importorskip("fusion_moe.integrations.transformers.bench")
     assert tuple(transformers_bench.SIZES) == bench.SIZES
+    assert tuple(transformers_bench.MODES) == bench.MODES
     assert tuple(Report._forms) == explain.SAVED
     assert tuple(Run._forms) == of_run.RECORDS
     assert signature(plan.plan).parameters["kv_tokens"].default == KV_TOKENS

@@ -60,7 +60,7 @@ def thunder_executors(nvfuser: bool = False) -> tuple[Any, ...]:
 
 def thunder_executor() -> FusionMoe:
     """Our executor alone. UnsupportedError where there is no thunder that imports."""
-    _need_thunder()
+    need_thunder()
     from .executor import executor
 
     executor.symbols.register_translated()
@@ -97,13 +97,16 @@ def _with_nvfuser(executor: FusionMoe) -> tuple[Any, ...]:
     return executor.for_nvfuser, executor.for_nvfuser.impl.ex
 
 
-def _need_thunder() -> None:
+def need_thunder() -> None:
     """UnsupportedError if thunder cannot be imported: with a newer torch it misses names."""
     try:
         importlib.import_module("thunder")
     except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "thunder"
         raise UnsupportedError(
-            f"thunder does not import with torch {torch.__version__}: "
+            "thunder is not installed"
+            if absent
+            else f"thunder does not import with torch {torch.__version__}: "
             f"{type(error).__name__}: {error}",
             expected="lightning-thunder 0.2.6 or newer, and a torch that it supports",
             todo=f"{install('thunder')} installs both",

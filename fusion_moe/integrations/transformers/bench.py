@@ -1,4 +1,6 @@
-"""A model with its experts in few bits beside the same model in bf16: decoding, prompts, memory."""
+"""A model with its experts in few bits beside the same model in bf16, or beside what other
+compilers make of that: decoding, prompts, memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...checkpoints.conversion import dense_tensors
+from ...errors import Error
 from ...messages.progress import phase, progress
 from ...messages.units import count
 from ...nn import Experts, prepare_, quantize_
 from ...nn.config import QuantizationConfig
+from ...plugins import message
+from ..thunder import need_thunder
 from .decoding import Decoder, captured, share_keys_
 from .loading import configuration, from_pretrained, placed
 from .routers import fuse_routers_
@@ -56,22 +61,28 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 BF16_EXPERTS = ("grouped_mm", "batched_mm")
+GRAPHED = "inductor", "fusion_moe"  # modes whose steps may become a CUDA graph
 FEW = 8  # sequences up to which batched_mm, which copies an expert for each row, may be the fastest
 
 
 @dataclass(frozen=True)
 class Contender:
     """A model, and the backend that compiles it. experts: which of transformers' implementations
-    computes steps, "" for ours.
+    computes steps, "" for ours; mode: what compiles prompts too, on CPUs as on GPUs, one of MODES.
     """
 
     name: str
     model: Any
-    backend: str
+    backend: str = ""
     experts: str = ""
+    mode: str = ""
 
     def decoder(self, length: int, batch: int) -> Decoder:
-        """A decoder of this model; forgets what was compiled before."""
+        """A decoder of this model; without a mode, forgets what was compiled before."""
+        if self.mode:
+            compiled = MODES[self.mode](self.model)
+            graph = self.mode in GRAPHED
+            return Decoder(self.model, length, batch, compiled=compiled, graph=graph)
         torch._dynamo.reset()
         # batched_mm would copy an expert for each row of the prompts
         experts = ("grouped_mm", self.experts) if self.experts else None
@@ -105,12 +116,23 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """What a contender takes. of: "decode" or "prompt"; tokens: of a call."""
+    """What a contender takes. of: "decode" or "prompt", in modes "first token" or "between tokens";
+    tokens: of a call; times: None if it cannot be, and why; peak: bytes on a GPU, beside weights.
+    """
 
     of: str
     name: str
     tokens: int
-    times: Times
+    times: Times | None
+    mode: str = ""
+    why: str = ""
+    peak: int = 0
+
+    @property
+    def timed(self) -> Times:
+        """Its times, of a row that has some."""
+        assert self.times is not None
+        return self.times
 
 
 def made(config: Any, layers: int, device: str) -> Any:
@@ -170,6 +192,43 @@ def beside(
     ]
 
 
+def in_modes(contenders: Sequence[Contender], modes: Sequence[str]) -> list[Contender]:
+    """Of what `beside` gives: our experts in the mode "fusion_moe"; in all others the model in bf16
+    with the experts that transformers chooses.
+    """
+    ours, *_, plain = contenders
+    return [
+        Contender(f"fusion_moe {ours.name}", ours.model, mode=mode)
+        if mode == "fusion_moe"
+        else Contender(f"{mode} bf16", _sharing(plain.model).requires_grad_(False), mode=mode)
+        for mode in modes
+    ]
+
+
+def _thunder(model: Any) -> Callable[..., Any]:
+    need_thunder()
+    import thunder  # after the check, which says what is missing
+
+    return thunder.jit(model)
+
+
+def _thunderfx(model: Any) -> Callable[..., Any]:
+    need_thunder()
+    from thunder.dynamo import thunderfx
+
+    return thunderfx(model)
+
+
+# what compiles a model, each as its own documentation has it
+MODES: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "eager": lambda model: model,
+    "inductor": partial(torch.compile, backend="inductor", dynamic=False),
+    "fusion_moe": partial(torch.compile, backend="fusion_moe", dynamic=False),
+    "thunder": _thunder,
+    "thunderfx": _thunderfx,
+}
+
+
 def _sharing(model: nn.Module) -> Any:
     """A copy with the same tensors."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
@@ -198,6 +257,57 @@ def compared(
     prompts = {c.name: partial(c.read, ids) for c in _for_tokens(contenders, prompt)}
     for name, found in alternating(prompts, 1, repeats).items():
         yield Row("prompt", name, prompt, found)
+
+
+def compared_modes(
+    contenders: Sequence[Contender], batches: Sequence[int], prompt: int, repeats: int
+) -> Iterator[Row]:
+    """Of each batch, prompts of so many tokens until their first token, then the tokens after it,
+    measured alternately. What fails in a mode is its row.
+    """
+    times = 20 if contenders[0].model.device.type == "cuda" else 4
+    length = prompt + (times + 1) * (repeats + 1)
+    for batch in batches:
+        torch._dynamo.reset()
+        ids = _ids(contenders[0].model, batch, prompt)
+        ready, rows = dict[str, Decoder](), list[Row]()
+        for c in contenders:
+            decoder, row = _started(c, length, ids)
+            rows.append(row)
+            if decoder is not None:
+                ready[c.name] = decoder
+        for of, calls_each, calls in (
+            ("first token", 1, {name: partial(d.prompt, ids) for name, d in ready.items()}),
+            ("between tokens", times, {name: d.step for name, d in ready.items()}),
+        ):
+            phase(f"timing: {of}")
+            found = alternating(calls, calls_each, repeats)
+            yield from (replace(row, of=of, times=found.get(row.name)) for row in rows)
+
+
+def _started(contender: Contender, length: int, ids: Tensor) -> tuple[Decoder | None, Row]:
+    """A decoder whose calls are compiled, None if that fails, and what is known of it before it is
+    timed.
+    """
+    phase(f"{contender.name}: compiling a prompt and a step")
+    on_gpu, row = ids.device.type == "cuda", Row("", contender.name, len(ids), None, contender.mode)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    try:
+        decoder = contender.decoder(length, len(ids))
+        for _ in range(2):
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            decoder.prompt(ids)
+            decoder.step()
+    except Exception as error:  # of another compiler, which raises any kind
+        return None, replace(row, why=why_not(error))
+    return decoder, replace(row, peak=torch.cuda.max_memory_allocated() - before if on_gpu else 0)
+
+
+def why_not(error: Exception) -> str:
+    """An error as a line; of ours the sentence alone."""
+    said = str(error) if isinstance(error, Error) else message(error)
+    return " ".join(said.split())
 
 
 def _for_tokens(contenders: Sequence[Contender], tokens: int) -> list[Contender]:

@@ -76,7 +76,9 @@ class Decoder:
 
     model: a language model of transformers; length: tokens that the cache holds; batch: sequences;
     backend: compiles steps on a GPU; experts: transformers' implementations for prompts and for
-    steps, if not those that the model has; choose: logits [B, V] -> ids i64[B, 1].
+    steps, if not those that the model has; choose: logits [B, V] -> ids i64[B, 1]; compiled: the
+    model as somebody compiled it, which computes prompts and steps on any device, by a cache of one
+    size where there is one for the model; graph: whether steps may become a CUDA graph.
 
     ids: i64[batch, 1], the last tokens, which the next step reads and replaces. why_plain: why
     steps are no CUDA graph, "" if they are.
@@ -91,25 +93,32 @@ class Decoder:
         backend: str = "fusion_moe",
         experts: tuple[str, str] | None = None,
         choose: Choice = greedy,
+        compiled: Callable[..., Any] | None = None,
+        graph: bool = True,
     ):
         self.model, self.choose, self.experts = model, choose, experts
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
         self.why_plain = why_plain(model)
         self.cache: Any = None
-        self._step: Callable[[], object] = partial(self._call, model)
-        if not self.why_plain:
+        self._called: Callable[..., Any] = model if compiled is None else compiled
+        self._step: Callable[[], object] = partial(self._call, self._called)
+        self._fixed = not self.why_plain or (compiled is not None and not _layers(model)[1])
+        if self._fixed:
             self.cache = StaticCache(config=model.config, max_cache_len=length)
-            self._step = self._captured(backend)
+        if not self.why_plain and graph:
+            if compiled is None:
+                compiled = torch.compile(model, backend=backend, dynamic=False)
+            self._step = self._captured(compiled)
 
     @torch.no_grad()
     def prompt(self, ids: Tensor) -> Tensor:
         """Reads ids i64[B, P] in place of all that was read before -> the next ids i64[B, 1]."""
-        if self.why_plain:
-            self.cache = None  # the model makes one, of its own class
-        else:
+        if self._fixed:
             self.cache.reset()
+        else:
+            self.cache = None  # the model makes one, of its own class
         self._use(0)
-        self._call(self.model, ids)
+        self._call(self._called, ids)
         self._use(1)
         return self.ids
 
@@ -126,19 +135,17 @@ class Decoder:
     def _call(self, model: Callable[..., Any], ids: Tensor | None = None) -> None:
         given = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
         found = model(self.ids if ids is None else ids, **given)
-        if self.why_plain:  # a model that classifies tokens has none
+        if not self._fixed:  # a model that classifies tokens has none
             self.cache = getattr(found, "past_key_values", None)
         self.ids.copy_(self.choose(found.logits[:, -1]))
 
     @torch.no_grad()
-    def _captured(self, backend: str) -> Callable[[], object]:
+    def _captured(self, compiled: Callable[..., Any]) -> Callable[[], object]:
         """A replay of a step. The cache forgets what warming up wrote into it."""
         self._use(0)
         self._call(self.model)  # allocates the cache
         self._use(1)
-        return captured(
-            partial(self._call, torch.compile(self.model, backend=backend, dynamic=False))
-        )
+        return captured(partial(self._call, compiled))
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -166,13 +173,18 @@ def why_plain(model: Any) -> str:
         return "not on a GPU"
     if missing := nvrtc.why_missing():
         return missing
+    layers, why = _layers(model)
     # windows and states of linear attention count steps in Python, which a replay leaves out
-    try:
-        layers = StaticCache(config=model.config, max_cache_len=1).layers
-    except KeyError as kind:  # of layers, such as DeepSeek-V4's
-        return f"transformers has no cache of one size for {kind}"
     others = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
-    return f"its cache has a {', '.join(sorted(others))}" if others else ""
+    return f"its cache has a {', '.join(sorted(others))}" if others else why
+
+
+def _layers(model: Any) -> tuple[list[Any], str]:
+    """Those of a model's cache of one size; none, and why."""
+    try:
+        return StaticCache(config=model.config, max_cache_len=1).layers, ""
+    except KeyError as kind:  # of layers, such as DeepSeek-V4's
+        return [], f"transformers has no cache of one size for {kind}"
 
 
 def cache_argument(model: torch.nn.Module) -> str:

@@ -16,7 +16,7 @@ def test_thunder_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "thunder", None)
     with pytest.raises(
         UnsupportedError,
-        match=r"thunder does not import with torch .*: ModuleNotFoundError.*pip install "
+        match=r"thunder is not installed; expected lightning-thunder .*pip install "
         r"'\.\[thunder\]' in a clone",
     ):
         thunder_executors()
