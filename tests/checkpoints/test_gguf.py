@@ -97,7 +97,7 @@ def test_a_file_that_llama_cpp_wrote() -> None:
     """By its converter, of the directory beside it, with a layer for multi-token prediction: linear
     attention whose heads it turns.
     """
-    folder = MADE / "gguf-qwen3_5_moe"
+    folder = MADE / "bf16-qwen3_5_moe"
     model, want = (
         from_pretrained(path, dtype=torch.float32) for path in (folder / "model.gguf", folder)
     )
@@ -471,7 +471,7 @@ def test_what_a_model_of_an_architecture_lacks(tmp_path: Path) -> None:
 
 def test_linear_attention_of_other_sizes(tmp_path: Path) -> None:
     """Than those of its tensors: their rows would be turned wrongly."""
-    whole = MADE.joinpath("gguf-qwen3_5_moe", "model.gguf").read_bytes()
+    whole = MADE.joinpath("bf16-qwen3_5_moe", "model.gguf").read_bytes()
     changed = tmp_path / "changed.gguf"
     for key, value, said in (
         (b"ssm.time_step_rank", 5, "blk.0.*; expected as many rows and columns"),
