@@ -3,11 +3,10 @@
     …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral
                                                   and others
     …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a
-                                                  gate; fc1, fc2 in Aria, input_linear,
-                                                  output_linear in Granite, w13_weight, w2_weight
-                                                  in Inkling
+                                                  gate
 
-Every expert from 0 to E - 1 has the same projections.
+Every expert from 0 to E - 1 has the same projections. What else classes call tensors of experts,
+they say themselves (families.py).
 """
 
 from __future__ import annotations
@@ -28,12 +27,6 @@ PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _SAME = dict(zip(PER_EXPERT[1], PER_EXPERT[0], strict=True))
 _ONE = re.compile(
     r"(?P<layer>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)"
-)
-_USUAL = (
-    (re.compile(r"\bblock_sparse_moe\.input_linear$"), "block_sparse_moe.experts.gate_up_proj"),
-    (re.compile(r"\bblock_sparse_moe\.output_linear$"), "block_sparse_moe.experts.down_proj"),
-    (re.compile(r"\bexperts\.(fc1|w13_weight)$"), "experts.gate_up_proj"),
-    (re.compile(r"\bexperts\.(fc2|w2_weight)$"), "experts.down_proj"),
 )
 _LAYER, _MTP = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bmtp(_|\b)")
 _CANONICAL = re.compile("0|[1-9][0-9]*")
@@ -142,7 +135,7 @@ def layers_of_experts(
         if (one := expert_of(name)) is not None:
             where, projection, expert = one
             first = single.setdefault(where, {}).setdefault(projection, {}).setdefault(expert, name)
-        elif match := _FUSED.fullmatch(usual_name(name)):
+        elif match := _FUSED.fullmatch(name):
             where = match["layer"]
             (first,) = fused.setdefault(where, {}).setdefault(match["projection"], (name,))
         if first != name:
@@ -167,13 +160,6 @@ def layers_of_experts(
         name: LayerExperts(name, _sorted(projections), fused=True)
         for name, projections in fused.items()
     }
-
-
-def usual_name(name: str) -> str:
-    """The name that most families have for a fused tensor of experts."""
-    for pattern, by in _USUAL:
-        name = pattern.sub(by, name)
-    return name
 
 
 def _in_order(

@@ -3,8 +3,6 @@ and the model family do.
 
 [E, 2I, H] and [E, H, I]    gate above up, or [E, I, H] without a gate
 [E, H, 2I] and [E, I, H]    transposed; gate before up in Aria and Llama-4, alternating in gpt-oss
-
-Inkling's w13_weight, [E, 2I, H], has them alternating too.
 """
 
 from __future__ import annotations
@@ -79,9 +77,7 @@ def order_of(
     family = _TRANSPOSED.get(str(config.get("model_type")))
     if up is not None and down is not None and len(up) == len(down) == 3:
         if (up[0], up[2], up[1]) == (down[0], down[1], down[2] * (1 + gated)):
-            return FusedOrder(
-                interleaved=gated and layer.projections["gate_up_proj"][0].endswith("w13_weight")
-            )
+            return AS_STORED
         if family is not None and gated and up == (down[0], down[2], down[1] * 2):
             return family
     found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -170,20 +170,24 @@ def layers_of_floats(
     """
     layers = dict(source.layers)
     to = {name: name for layer in layers.values() if not layer.fused for name in layer.names}
+    found = {name for layer in layers.values() for name in layer.names}
     for experts in family.layers.values():
-        here = (t for t in experts.floats if t.name in family.there)
-        single = {t: family.there[t.name] for t in here if t.alone and not t.bias}
-        if len(single) < len(experts.floats):
+        tensors = [t for t in experts.floats if not t.bias]
+        if any(t.name not in family.there for t in tensors):
             continue
-        names = {t: name.removesuffix(".weight") for t, name in single.items()}
-        known = to.keys() >= {*names.values()}
-        if not known or any(family.of(name) is not experts for name in single.values()):
+        names = {t: family.there[t.name].removesuffix(".weight") for t in tensors}
+        known, single = found >= {*names.values()}, all(t.alone for t in tensors)
+        at_home = known and all(family.of(family.there[t.name]) is experts for t in tensors)
+        if single and not at_home:
             to |= {n: f"{experts.name}.{t.experts[0]}.{t.projection}" for t, n in names.items()}
         if not known:
-            of = {p: [t for t in names if t.projection == p] for p in PER_EXPERT[0]}
-            in_order = {p: sorted(ts, key=lambda t: t.experts) for p, ts in of.items() if ts}
-            projections = {p: tuple(names[t] for t in ts) for p, ts in in_order.items()}
-            layers[experts.name] = LayerExperts(experts.name, projections)
+            tensors.sort(key=lambda t: t.experts)
+            projections = {
+                p: of
+                for p in ("gate_up_proj", *PER_EXPERT[0])
+                if (of := tuple(names[t] for t in tensors if t.projection == p))
+            }
+            layers[experts.name] = LayerExperts(experts.name, projections, fused=not single)
     return layers, to
 
 
