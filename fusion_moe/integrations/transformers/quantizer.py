@@ -26,6 +26,7 @@ from ...nn.frozen.packed import PackedModule
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, in_transformers_form, set_quantization
+from .on_disk import is_brought, keep_buffers, put_on_disk
 from .on_load import Contracts, QuantizeExperts, floats_of, layout_of, prepare_to_quantize
 from .replacements import Replacements, replace_modules
 from .saving import (
@@ -84,19 +85,20 @@ class FusionMoeQuantizer(HfQuantizer):
         self._theirs: list[Any] = []  # transformers' conversions
         self._ignored: Any = None  # transformers' patterns of names that are not needed
         self._dtypes: dict[str, torch.dtype] = {}
+        self._on_disk: dict[str, Callable[[], None]] = {}  # what loads modules
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """UnsupportedError for encoded weights outside of memory. Called again with the map that
+        """UnsupportedError for encoded weights where none can be. Called again with the map that
         transformers made of "auto".
         """
         if self._model is not None:
-            _check_in_memory(self._model, device_map)
+            self._check_places(self._model, device_map)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
         """Replaces modules. CheckpointError for files without tensors that they need,
-        UnsupportedError for a parallel plan, and for encoded weights outside of memory.
+        UnsupportedError for a parallel plan, and for encoded weights where none can be.
         """
         if getattr(model.config, "distributed_config", None) is not None:
             # transformers divides modules after they were replaced, by plans for its own modules
@@ -110,7 +112,7 @@ class FusionMoeQuantizer(HfQuantizer):
         share = tensors.share if tensors else None
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
-            _check_in_memory(model, kwargs.get("device_map"))
+            self._check_places(model, kwargs.get("device_map"))
             if share is not None:
                 share.take(model, {})
             return
@@ -133,7 +135,7 @@ class FusionMoeQuantizer(HfQuantizer):
             module = model.get_submodule(name)
             if isinstance(module, PackedModule) and not source.rounds:
                 module.scales = config.scales_in_files
-        _check_in_memory(model, kwargs.get("device_map"))
+        self._check_places(model, kwargs.get("device_map"))
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
             *(self._ignored or ()),
@@ -145,7 +147,8 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def _load_later(self, model: Any, replaced: Replacements, read: Read) -> None:
         """Hides encoded parameters from transformers, which would read tensors of the same names,
-        and loads them when it has placed all others, before accelerate moves any.
+        and loads them when it has placed all others, before accelerate moves any; those on disk
+        after it has made what brings them.
         """
         place, hidden = model._move_missing_keys_from_meta_to_device, []
         sources = replaced.experts | replaced.floats | replaced.linears
@@ -175,8 +178,13 @@ class FusionMoeQuantizer(HfQuantizer):
             for hook in hidden:
                 hook.remove()
             for name, source in sources.items():
-                device = get_device(device_map, f"{name}.weight")
-                load_(model.get_submodule(name), source, replaced.weights, read_live, device)
+                module, device = model.get_submodule(name), get_device(device_map, f"{name}.weight")
+                load = partial(load_, module, source, replaced.weights, read_live)
+                if device == "disk":
+                    keep_buffers(module)
+                    self._on_disk[name] = partial(load, "cpu")
+                else:
+                    load(device)
             if replaced.converted:
                 weights = [replaced.weights[name] for name in replaced.converted]
                 load_converted_(model, weights, self._theirs, read_live, device_map)
@@ -214,8 +222,12 @@ class FusionMoeQuantizer(HfQuantizer):
             model._weight_conversions = [
                 c for c in self._theirs if c.was_used() or makes_experts(c, model)
             ]
+        for name, load in self._on_disk.items():
+            load()
+            put_on_disk(model.get_submodule(name), name)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
+                module.brought = is_brought(module)
                 # transformers makes every float require a gradient
                 for p in own_parameters(module):
                     p.requires_grad_(False)
@@ -274,6 +286,32 @@ class FusionMoeQuantizer(HfQuantizer):
             expected="NVFP4, or weights as they were loaded",
         )
 
+    def _check_places(self, model: Any, device_map: Any) -> None:
+        """UnsupportedError for encoded weights that a device map leaves on the meta device, and for
+        those on disk that are encoded or folded only now.
+        """
+        # else the name of a way to make one
+        devices = device_map if isinstance(device_map, Mapping) else {}
+        config: Any = self.quantization_config
+        asked = getattr(config, "experts", config)
+        refused = {"meta": "encoded weights in memory, or on disk"}
+        if not self.pre_quantized or config.quantizes or asked.weights != "packed":
+            refused["disk"] = "encoded weights in memory, where they are made while a model loads"
+        for name, module in model.named_modules():
+            if not isinstance(module, PackedModule):
+                continue
+            for place, _ in module.named_parameters(name, recurse=False):
+                while place and place not in devices:
+                    place = place.rpartition(".")[0]
+                if expected := refused.get(str(devices.get(place))):
+                    raise UnsupportedError(
+                        f"{name} on {devices[place]}",
+                        expected=expected,
+                        todo="name a device with room for it, raise max_memory, or quantize the "
+                        "directory before",
+                        where="device_map",
+                    )
+
     def is_serializable(self) -> bool:
         """True: save_pretrained writes a format that loads again."""
         return True
@@ -316,28 +354,6 @@ def _tensors(files: list[str] | None) -> Tensors:
         )
     directory = Directory.open(Path(files[0]).parent, [Path(file).name for file in files])
     return Tensors(directory.tensors, directory.read)
-
-
-def _check_in_memory(model: Any, device_map: Any) -> None:
-    """UnsupportedError for encoded weights that a device map leaves on disk or on the meta
-    device.
-    """
-    # else the name of a way to make one
-    devices = device_map if isinstance(device_map, Mapping) else {}
-    for name, module in model.named_modules():
-        if not isinstance(module, PackedModule):
-            continue
-        for place, _ in module.named_parameters(name, recurse=False):
-            while place and place not in devices:
-                place = place.rpartition(".")[0]
-            if str(devices.get(place)) in ("disk", "meta"):
-                raise UnsupportedError(
-                    f"{name} on {devices[place]}",
-                    expected="encoded weights in memory",
-                    todo="name a device with room for it, or raise max_memory; modules that are "
-                    "not quantized may be on disk",
-                    where="device_map",
-                )
 
 
 def attach(model: Any) -> None:

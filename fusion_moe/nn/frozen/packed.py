@@ -47,7 +47,8 @@ class PackedModule(nn.Module):
     same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the
     dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
     weights that are not whole tiles of the layout; considered: whether `order` has decided about
-    the weights where they are now; scales: the rule that chose the scales of blocks, as in
+    the weights where they are now; brought: whether they are brought for each call, in the linear
+    layout, by somebody who sets parameters; scales: the rule that chose the scales of blocks, as in
     `NVFP4Config`; frozen_scales: whether those of matrices stay when weights change, since `qat_`
     froze them; sharding: how state dicts represent tensors that are a rank's share.
     """
@@ -58,6 +59,7 @@ class PackedModule(nn.Module):
     weight_layout: str
     paddings: Mapping[str, Padding]
     considered = False
+    brought = False
     scales = "max"
     frozen_scales = False
     sharding: Sharding | None = None
@@ -209,6 +211,8 @@ class PackedModule(nn.Module):
 
     def why_not(self, layout: Layout) -> str:
         """Why the weights cannot be put in a layout; "" if they can."""
+        if self.brought:
+            return "they are brought for each call"
         for weight, (name, *_) in self.part_names.items():
             padding, scales = self.padding(weight, layout), self.row_scales(weight)
             if why := layout.why_not(*padding.padded, self.encoding):

@@ -98,6 +98,7 @@ def prepare_(
                 expected=module.fixed,
                 where="prepare_",
             )
+    modules = {name: module for name, module in modules.items() if not module.brought}
     kept: dict[str, str] = {}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device

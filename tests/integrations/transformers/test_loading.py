@@ -519,27 +519,69 @@ ON_CPU = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+BESIDE = "self_attn", "input_layernorm", "post_attention_layernorm"
+EXPERTS_ON_DISK = {key: "cpu" for key in ON_CPU if key != "model.layers"} | {
+    **{f"model.layers.0.{module}": "cpu" for module in BESIDE},
+    "model.layers.0.mlp": "disk",
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "where"),
+    ("given", "where"),
     [
-        ({"device_map": ON_CPU | {"model.layers.0.mlp": "disk"}}, "disk"),
-        ({"device_map": "auto", "max_memory": {"cpu": "6KB"}}, "disk"),
+        ({"device_map": EXPERTS_ON_DISK, "quantization_config": NVFP4Config()}, "disk"),
+        ({"device_map": "auto", "max_memory": {"cpu": "6KB"}, "weights": "fp8"}, "disk"),
         ({"device_map": "meta"}, "meta"),
     ],
 )
-def test_encoded_weights_are_in_memory(arguments, where, name, tmp_path):
+def test_where_encoded_weights_cannot_be(given, where, tmp_path):
+    """Where they are rounded or folded while the model loads, before any weight is read."""
     pytest.importorskip("accelerate")
-    given = {"quantization_config": NVFP4Config()} if name.startswith("bf16") else {}
-    with pytest.raises(
-        UnsupportedError,
-        match=rf"device_map: model.layers.0.* on {where}; "
-        r"expected encoded weights in memory; name a dev",
-    ):
-        AutoModelForCausalLM.from_pretrained(
-            MADE / name, offload_folder=tmp_path, **arguments, **given
-        )
+    if weights := given.pop("weights", None):
+        given["quantization_config"] = NVFP4Config(activation_format="fp8", weights=weights)
+    name = "bf16-qwen3_moe" if "quantization_config" in given else "modelopt-qwen3_moe"
+    match = rf"device_map: model.layers.0.* on {where}; expected encoded weights in memory.*; name"
+    with pytest.raises(UnsupportedError, match=match):
+        AutoModelForCausalLM.from_pretrained(MADE / name, offload_folder=tmp_path, **given)
     assert not list(tmp_path.iterdir())
+
+
+ON_DISK = ["modelopt-qwen3_moe", "modelopt-qwen3_5_moe-mixed", "ct-qwen3_moe-int4"]
+ON_DISK += ["mxfp4-gpt_oss", "modelopt-nemotron_h", "bnb-qwen3_moe-linear"]
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+@torch.no_grad()
+def test_encoded_weights_on_disk(name, tmp_path):
+    """accelerate brings them for each call: the same bits. Saved they are what they were."""
+    pytest.importorskip("accelerate")
+    want = from_pretrained(MADE / name)
+    places = {"device_map": "auto", "max_memory": {"cpu": "3KB"}, "offload_folder": tmp_path / "d"}
+    model = from_pretrained(MADE / name, **places)
+    encoded = [m for m in model.modules() if isinstance(m, PackedModule)]
+    for _ in range(2):
+        assert torch.equal(logits(model), logits(want))
+        assert all(p.is_meta for m in encoded for p in m.parameters(recurse=False))
+    fusion_moe.prepare_(model)
+    assert torch.equal(logits(model), logits(want))
+    if not name.startswith("bnb"):  # in an encoding that is only read
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(want))
+
+
+def test_experts_alone_on_disk(tmp_path):
+    pytest.importorskip("accelerate")
+    directory = MADE / "modelopt-qwen3_moe"
+    load = partial(AutoModelForCausalLM.from_pretrained, directory, device_map=EXPERTS_ON_DISK)
+    model = load(offload_folder=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.layers.0.mlp.experts.safetensors"]
+    assert torch.equal(logits(model), logits(from_pretrained(directory)))
+    with pytest.raises(UnsupportedError, match="adapters for .*; expected encoded weights in mem"):
+        fusion_moe.nn.add_lora_(model, 4)
+    with pytest.raises(UnsupportedError, match="weights = 'fp8' for .*; expected encoded weights"):
+        fusion_moe.prepare_(model, weights="fp8")
+    with pytest.raises(OptionError, match="no offload_folder, for model.layers.0.mlp.experts on"):
+        load()
 
 
 def test_other_weights_may_be_on_disk(tmp_path):
