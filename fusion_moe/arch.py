@@ -126,9 +126,9 @@ class Arch:
             ("registers of a multiprocessor", blocks * threads * per_thread, self.registers),
         )
         over = (
-            f"{found} {what}, {self.name} has {most}"
-            for what, found, most in limits
-            if found > most
+            f"{result} {what}, {self.name} has {most}"
+            for what, result, most in limits
+            if result > most
         )
         return next(over, "")
 
@@ -325,8 +325,8 @@ def named(name: str | tuple[int, int], what: str = "gpu", also: Iterable[str] = 
     what, also: what asks for it, and what else that accepts, for the message.
     """
     text = shown(name) if isinstance(name, tuple) else name
-    if isinstance(text, str) and (found := lookup(text)):
-        return found
+    if isinstance(text, str) and (result := lookup(text)):
+        return result
     names = [*also, *(arch.name for arch in KNOWN.values())]
     capabilities = dict.fromkeys(shown(arch.capability) for arch in KNOWN.values())
     raise OptionError(

@@ -66,11 +66,11 @@ def register_nvf_cutlass(activation_format: str = "bf16", arguments: int = 0) ->
     names = _SIGNATURES[arguments or _registered()]
 
     def ours(*args: Tensor) -> Tensor:
-        given = dict(zip(names, args, strict=True))
+        values = dict(zip(names, args, strict=True))
         if len(names) == 9:
-            given["fp4_weight"] = given["fp4_weight"].transpose(1, 2)
+            values["fp4_weight"] = values["fp4_weight"].transpose(1, 2)
         return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
-            *(given[name] for name in _ARGUMENTS), activation_format=activation_format
+            *(values[name] for name in _ARGUMENTS), activation_format=activation_format
         )
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,28 +80,28 @@ def register_nvf_cutlass(activation_format: str = "bf16", arguments: int = 0) ->
             (dx,) = torch.autograd.grad(ours(x, *others), x, dy)
         return dx, *[None] * len(others)
 
-    made = torch.library.custom_op(
+    custom_op = torch.library.custom_op(
         NAME,
         ours,
         mutates_args=(),
         schema=f"({', '.join(f'Tensor {name}' for name in names)}) -> Tensor",
         tags=(torch.Tag.cudagraph_unsafe,),
     )
-    made.register_fake(ours)
-    made.register_autograd(
+    custom_op.register_fake(ours)
+    custom_op.register_autograd(
         backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
     )
     translate.unregister(NAME)
     if len(names) == 7:
         translate.translator(NAME, version=f"fusion_moe.compat {activation_format}")(
-            _translator(made, activation_format)
+            _translator(custom_op, activation_format)
         )
 
 
 def _registered() -> int:
     """How many arguments the operation has that is registered now; 7 if there is none."""
-    made = custom_ops.OPDEFS.get(NAME)
-    count = len(made._opoverload._schema.arguments) if made is not None else 7
+    entry = custom_ops.OPDEFS.get(NAME)
+    count = len(entry._opoverload._schema.arguments) if entry is not None else 7
     return count if count in _SIGNATURES else 7
 
 

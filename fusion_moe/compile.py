@@ -46,11 +46,11 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
         stages.append((run.__name__, fusion))
     for name, stage in stages:
         options.log("passes", "%s\n%s", name, stage)
-    found = segments(fusion, to, with_)
-    for i, s in enumerate(found):
+    result = segments(fusion, to, with_)
+    for i, s in enumerate(result):
         why = s.boundary or "the first"
         options.log("segments", "%d [%s, %s], %s\n%s", i, s.kind, s.plan.backend, why, s.fusion)
-    return Lowered(tuple(stages), found)
+    return Lowered(tuple(stages), result)
 
 
 def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:

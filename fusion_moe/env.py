@@ -127,12 +127,12 @@ def has_cuda() -> bool:
 
 def _changed_options() -> dict[str, str]:
     now, usual = options.current(), options.Options()
-    found = (
+    results = (
         (f.name, getattr(now, f.name))
         for f in fields(now)
         if getattr(now, f.name) != getattr(usual, f.name)
     )
-    return {name: _without_home(str(value)) for name, value in found}
+    return {name: _without_home(str(value)) for name, value in results}
 
 
 def _problems() -> Iterator[str]:
@@ -186,11 +186,11 @@ def _numa() -> Check:
 
 
 def _compiler() -> Check:
-    found = build.find_compiler()
-    if found is None:
+    compiler = build.find_compiler()
+    if compiler is None:
         return Check("C++ compiler", False, build.why_no_compiler())
     return Check(
-        "C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}"
+        "C++ compiler", True, f"{' '.join(compiler.command)}: {compiler.version.splitlines()[0]}"
     )
 
 
@@ -205,11 +205,11 @@ def _prebuilt() -> Check:
     came = sum(file is not None and file.is_file() for file in files)
     if came == len(files):
         return Check("prebuilt products", True, f"{came}, for {isa_level}")
-    found = f"{came} of {len(files)} for {isa_level} came with this installation"
+    text = f"{came} of {len(files)} for {isa_level} came with this installation"
     if build.find_compiler():
-        return Check("prebuilt products", False, f"{found}; others are compiled when first used")
+        return Check("prebuilt products", False, f"{text}; others are compiled when first used")
     todo = "install a C++ compiler, or a wheel that was built with one"
-    return Check("prebuilt products", False, f"{found}: plain torch computes others", todo)
+    return Check("prebuilt products", False, f"{text}: plain torch computes others", todo)
 
 
 def _native() -> Check:
@@ -237,12 +237,12 @@ def _gpu() -> Check:
         torch.cuda.get_device_capability(),
         torch.cuda.get_device_properties(0).total_memory,
     )
-    found = (
+    text = (
         f"{torch.cuda.get_device_name()}, compute capability "
         f"{'.'.join(map(str, capability))}, {memory / 1e9:.0f} GB"
     )
     never = why_too_old() or target.never_run(backends.TARGETS["cuda"], capability)
-    return Check("GPU", not why_too_old(), f"{found}; {never}" if never else found)
+    return Check("GPU", not why_too_old(), f"{text}; {never}" if never else text)
 
 
 def _nvrtc() -> Check:

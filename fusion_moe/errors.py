@@ -134,8 +134,8 @@ def printable(text: str) -> str:
 def need(value: object, of: type, *, expected: str, todo: str = "", where: str = "") -> None:
     """OptionError unless `value` is of a class."""
     if not isinstance(value, of):
-        found = f"a {type(value).__name__}"
-        raise OptionError(found, expected=expected, todo=todo, where=where)
+        actual = f"a {type(value).__name__}"
+        raise OptionError(actual, expected=expected, todo=todo, where=where)
 
 
 def need_one_of(

@@ -236,16 +236,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     A variable that belongs to no option is ignored with a warning, since it may be meant for
     another version; an invalid value raises.
     """
-    for said in ignored(environ):
-        warnings.warn(said, stacklevel=2)
-    found = {}
+    for text in ignored(environ):
+        warnings.warn(text, stacklevel=2)
+    results = {}
     for variable, name in _VARIABLES.items():
         if value := environ.get(variable):
             try:
-                found[name] = _checked(name, value)
+                results[name] = _checked(name, value)
             except OptionError as error:
                 raise error.at(f"the environment variable {variable}") from None
-    return dataclasses.replace(Options(), **found)
+    return dataclasses.replace(Options(), **results)
 
 
 _of_process = from_environment()
@@ -287,17 +287,17 @@ def from_key(key: str) -> Options:
 @functools.lru_cache(maxsize=64)
 def _read(key: str) -> dict[str, Any]:
     try:
-        found = ast.literal_eval(key)
+        result = ast.literal_eval(key)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise OptionError(f"options {key!r}", expected="a dict, as Options.key writes it")
     # a key comes with an exported graph, from anywhere: it may not say where files are written
-    for name in found:
+    for name in result:
         need_one_of(
             "an option's name", name, (name for name, field in _FIELDS.items() if field.compare)
         )
-    return {name: _checked(name, value) for name, value in found.items()}
+    return {name: _checked(name, value) for name, value in result.items()}
 
 
 def using(options: Options) -> contextlib.AbstractContextManager[None]:

@@ -84,13 +84,15 @@ def why_not_on(target: Target, device: torch.device) -> str:
     wanted = f"compute capability {shown(target.capability)}"
     if device.type != "cuda":
         return f"{target.name} requires a CUDA device with {wanted}, got {device}"
-    found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    if found is None:
+    device_capability = (
+        torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    )
+    if device_capability is None:
         return f"{target.name} requires a CUDA device with {wanted}, torch found none"
     return (
         ""
-        if found == target.capability
-        else (f"{target.name} requires {wanted}, {device} has {shown(found)}")
+        if device_capability == target.capability
+        else (f"{target.name} requires {wanted}, {device} has {shown(device_capability)}")
     )
 
 

@@ -104,9 +104,9 @@ class _Targets(Mapping[str, Target]):
     """All targets, by name; those of a package are loaded when they are asked for, or all are."""
 
     def __getitem__(self, name: str) -> Target:
-        if (found := _found(name)) is None:
+        if (result := _found(name)) is None:
             raise KeyError(name)
-        return found[1]
+        return result[1]
 
     def __iter__(self) -> Iterator[str]:
         _load()
@@ -122,8 +122,8 @@ TARGETS: Mapping[str, Target] = _Targets()
 def find(name: str, device: torch.device) -> Target:
     """The target called `name`; "auto" is the kind of `device`. OptionError for an unknown name."""
     wanted = device.type if name == "auto" else name
-    if (found := _found(wanted)) is not None:
-        return found[1]
+    if (result := _found(wanted)) is not None:
+        return result[1]
     raise OptionError(
         f"target {wanted!r}",
         expected=f"one of auto, {', '.join(TARGETS)}",
@@ -137,9 +137,9 @@ def find(name: str, device: torch.device) -> Target:
 
 def backend_of(target: Target) -> Backend:
     """The backend that serves a target."""
-    found = _found(target.name)
-    assert found is not None
-    return found[0]
+    result = _found(target.name)
+    assert result is not None
+    return result[0]
 
 
 # What the compiler asks ---------------------------------------------------------------------------
@@ -175,14 +175,14 @@ def in_place_of_kernel(segment: Segment, target: Target) -> Kernel | None:
     not keep.
     """
     backend = backend_for(segment, target)
-    found = backend.emit(segment) if backend.name == REFERENCE else backend.substitute(segment)
-    if found and options.current().row_order:
+    actual = backend.emit(segment) if backend.name == REFERENCE else backend.substitute(segment)
+    if actual and options.current().row_order:
         names = ", ".join(dict.fromkeys(op.kind.name for op in segment.fusion.ops))
         raise UnsupportedError(
-            f"order='row' for {names}, which has no kernel here: {segment.plan.why or found.why}",
+            f"order='row' for {names}, which has no kernel here: {segment.plan.why or actual.why}",
             expected="a kernel, since the bits of plain torch may depend on the batch",
         )
-    return found
+    return actual
 
 
 def backend_for(segment: Segment, target: Target) -> Backend:

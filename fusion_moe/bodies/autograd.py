@@ -188,12 +188,12 @@ class _Step:
         if tracing:
             return cls._of_types(call, wants, *traced_types(call))
         key = call.spec.name, call.forms, call.others, wants, options.current(), tensors[0].device
-        found = _steps.get(key)
-        if found is None:
-            found = cls._of_types(call, wants, eager_types(call))
-            if not isinstance(found.programs, Error):
-                _steps[key] = found
-        return found
+        entry = _steps.get(key)
+        if entry is None:
+            entry = cls._of_types(call, wants, eager_types(call))
+            if not isinstance(entry.programs, Error):
+                _steps[key] = entry
+        return entry
 
     @classmethod
     def _of_types(
@@ -257,13 +257,13 @@ class _Step:
         inputs = grouped(tensors, self.parts)
         if not self.programs.saves:
             result = operation()
-            made = zip(
+            output = zip(
                 result if isinstance(result, tuple) else (result,),
                 derivative.forward.outputs,
                 strict=True,
             )
             return result, derivative.read(
-                inputs, [flat(t, len(v.type.shape) - 1) for t, v in made]
+                inputs, [flat(t, len(v.type.shape) - 1) for t, v in output]
             )
         outputs = run(self.programs.forward, derivative.forward, inputs, self.sizes, self.given)
         return outputs[0] if count == 1 else tuple(outputs[:count]), derivative.read(

@@ -115,11 +115,11 @@ class _Body:
             named.append((name, Tensor if isinstance(arg, Tensor) else arg))
         strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
         key = (_key_of(tensors), strides, *others, *named, current())
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
-        outputs = found.run(tensors)
-        return restored(outputs[0], found.lead) if len(outputs) == 1 else tuple(outputs)
+        entry = self._found.get(key)
+        if entry is None:
+            entry = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
+        outputs = entry.run(tensors)
+        return restored(outputs[0], entry.lead) if len(outputs) == 1 else tuple(outputs)
 
     def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:
         taken = [fp4_as_bytes(t) for t in call.tensors.values()]
@@ -142,15 +142,15 @@ def _run(
     sizes = sizes or ()  # AOTInductor passes None in place of an empty list
     tensors = _whole(inputs, parts)
     key = (_key_of(tensors), program, *sizes, options, current())
-    found = _runs.get(key)
-    if found is None:
+    entry = _runs.get(key)
+    if entry is None:
         if options is not None:  # of a compiled graph
             native.use()
         device = tensors[0].device if tensors else torch.device("cpu")
         compiled = program_of(program, device, from_key(options) if options else None)
         named = named_sizes(compiled.stages[0][1], sizes)
-        found = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
-    return found.run(tensors)
+        entry = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
+    return entry.run(tensors)
 
 
 def _run_into(
@@ -169,8 +169,8 @@ def _run_into(
     check_targets(written)
     device = tensors[0].device if tensors else torch.device("cpu")
     compiled = program_of(program, device, from_key(options) if options else None)
-    for t, made in zip(written, compiled(tensors, env), strict=True):
-        t.copy_(made)
+    for t, result in zip(written, compiled(tensors, env), strict=True):
+        t.copy_(result)
 
 
 def _whole(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Tensor]:

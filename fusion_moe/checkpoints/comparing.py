@@ -79,14 +79,14 @@ def _matrices(source: Source) -> dict[str, _Matrix]:
     """All matrices by name, those of experts as `…experts.3.gate_proj`."""
     plain, family = source.plain, known_family(source.directory)
     layers, to = layers_of_floats(source, family)
-    found: dict[str, _Matrix] = {}
+    results: dict[str, _Matrix] = {}
     for layer in layers.values():
         for projection, names in layer.projections.items():
             encoded = names[0] in source.weights
             if not layer.fused:
                 for e, name in enumerate(names):
                     usual = f"{layer.name}.{e}.{projection}"
-                    found[usual if to[name] == name else to[name]] = _Matrix(
+                    results[usual if to[name] == name else to[name]] = _Matrix(
                         layer.name, name in source.weights, partial(_whole, source, name)
                     )
                 continue
@@ -99,10 +99,10 @@ def _matrices(source: Source) -> dict[str, _Matrix]:
             of_expert = matrices_of(projection)
             for e, (at, matrix) in product(range(count), enumerate(of_expert)):
                 read = partial(_of_expert, source, names[0], order, e, at, len(of_expert))
-                found[f"{layer.name}.{e}.{matrix}"] = _Matrix(layer.name, encoded, read)
+                results[f"{layer.name}.{e}.{matrix}"] = _Matrix(layer.name, encoded, read)
     of_experts = {name for layer in layers.values() for name in layer.names}
     others = {n for n, entry in plain.items() if len(entry.shape) == 2} | {*source.weights}
-    return found | {
+    return results | {
         name: _Matrix(name, name in source.weights, partial(_whole, source, name))
         for name in others - of_experts
     }

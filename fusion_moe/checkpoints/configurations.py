@@ -31,12 +31,12 @@ def modelopt_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> dict
     }
     targets = {used[0]: ["Linear"]}
     if len(used) > 1:
-        config["quantized_layers"] = {name: _ENTRIES[its] for name, its in layers.items()}
-        targets = {name: sorted(k for k, its in layers.items() if its == name) for name in used}
+        config["quantized_layers"] = {name: _ENTRIES[own] for name, own in layers.items()}
+        targets = {name: sorted(k for k, entry in layers.items() if entry == name) for name in used}
     return config | {
         "config_groups": {
-            f"group_{i}": _GROUPS[name] | {"targets": its}
-            for i, (name, its) in enumerate(targets.items())
+            f"group_{i}": _GROUPS[name] | {"targets": parts}
+            for i, (name, parts) in enumerate(targets.items())
         },
         "ignore": sorted({layer_of(name) for name in plain}),
         "producer": PRODUCER,
@@ -93,7 +93,7 @@ def compressed_config(encodings: Mapping[str, Encoding], plain: Iterable[str]) -
     of = {e.name: e for e in encodings.values()}
     groups: dict[str, Any] = {}
     for i, encoding in enumerate(of[name] for name in sorted(of)):
-        targets = sorted(weight for weight, its in encodings.items() if its is encoding)
+        targets = sorted(weight for weight, own in encodings.items() if own is encoding)
         groups[f"group_{i}"] = {
             "format": "mxfp4-pack-quantized" if encoding is MXFP4 else "pack-quantized",
             "targets": ["Linear"] if len(of) == 1 else targets,

@@ -227,9 +227,9 @@ def matrices_in_floats(steps: Iterable[Step]) -> list[str]:
 def _compressed_step(source: Source, weight: StoredWeight) -> Step:
     scheme = compressed_scheme(weight.scheme.encoding)
     if scheme is None or weight.scheme.fused:
-        found = weight.scheme.encoding.name if weight.scheme.encoding else weight.scheme.name
+        actual = weight.scheme.encoding.name if weight.scheme.encoding else weight.scheme.name
         raise UnsupportedError(
-            f"{weight.name} in {found}{', all experts in one tensor' if scheme else ''}",
+            f"{weight.name} in {actual}{', all experts in one tensor' if scheme else ''}",
             expected="single matrices in integers or MXFP4",
             todo="modelopt's form has NVFP4, and MXFP4 of any kind",
             where="convert",
@@ -282,8 +282,8 @@ def dense_step(
             into.copy_(matrix.mT if lead else matrix)
             if exact:
                 why = "FP8 whose scales are no powers of two"
-                found = f": {why}" if weight.scheme.eight_bits else f" in {weight.scheme.name}"
-                need_exactly(into, matrix, weight.name + found)
+                text = f": {why}" if weight.scheme.eight_bits else f" in {weight.scheme.name}"
+                need_exactly(into, matrix, weight.name + text)
         return {name: whole}
 
     return Step((Planned(name, dtype, shape),), make)

@@ -58,12 +58,12 @@ class Directory:
             return cls(path, config, tensors, {}, reads)
         config, index = read_json(path / CONFIG), path / INDEX
         if files:
-            found = cls(path, config, _of_files(path, files))
+            result = cls(path, config, _of_files(path, files))
         else:
             entries = _sharded(path, index, config) if index.exists() else _single(path, config)
-            found = cls(path, config, entries)
-        tensors, reads = as_matrices(found.tensors, found.read, config)
-        return replace(found, tensors=tensors, _made=reads)
+            result = cls(path, config, entries)
+        tensors, reads = as_matrices(result.tensors, result.read, config)
+        return replace(result, tensors=tensors, _made=reads)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
@@ -95,8 +95,8 @@ class Directory:
     def _of_file(self, name: str, how: str) -> Any:
         file = self.tensors[name].file
         try:
-            found = file.stat()
-            now = found.st_size, found.st_mtime_ns
+            stat = file.stat()
+            now = stat.st_size, stat.st_mtime_ns
             if file not in self._opened:
                 self._opened[file] = safe_open(file, "pt"), now
             opened, then = self._opened[file]
@@ -120,8 +120,8 @@ def as_matrices(
     reads = Reads()
     for change in (unflattened, partial(split, config=config), given_to_each):
         # by what was made before: a tensor may keep its name
-        tensors, made = change(tensors, partial(_read_one, read, reads))
-        reads = {**reads, **made}
+        tensors, result = change(tensors, partial(_read_one, read, reads))
+        reads = {**reads, **result}
     return dict(tensors), reads
 
 

@@ -97,8 +97,8 @@ def predicts_further_tokens(name: str, config: Mapping[str, Any]) -> bool:
 
 def number(config: Mapping[str, Any], name: str, keys: Iterable[str]) -> int | None:
     """The first of some entries of config.json that is an integer, for the module of a tensor."""
-    found = (part.get(key) for part in parts_of(config, name) for key in keys)
-    return next((value for value in found if type(value) is int), None)
+    results = (part.get(key) for part in parts_of(config, name) for key in keys)
+    return next((value for value in results if type(value) is int), None)
 
 
 def expert_of(name: str) -> tuple[str, str, int] | None:

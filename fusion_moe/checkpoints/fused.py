@@ -80,9 +80,9 @@ def order_of(
             return AS_STORED
         if family is not None and gated and up == (down[0], down[2], down[1] * 2):
             return family
-    found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    actual = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
     raise UnsupportedError(
-        found,
+        actual,
         expected=f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] "
         "and [E, I, H]",
         todo="load the model, quantize_ it and save_pretrained: it knows how its family stores "

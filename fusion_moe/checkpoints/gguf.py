@@ -249,11 +249,11 @@ def _all_of(path: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
 
 def _files(path: Path) -> list[Path]:
     """All parts of a file, by the name of one of them."""
-    found = _PART.fullmatch(path.name)
-    if not found:
+    match = _PART.fullmatch(path.name)
+    if not match:
         return [path]
-    count = int(found[2])
-    return [path.with_name(f"{found[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    count = int(match[2])
+    return [path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 
 
 class _Header:
@@ -276,13 +276,13 @@ class _Header:
 
     def tensors(self) -> Iterator[Blocks]:
         """All tensors of the file. To be called once."""
-        found = [self._tensor() for _ in range(self.count)]
+        results = [self._tensor() for _ in range(self.count)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
             raise self._broken(f"general.alignment {shown(alignment)}")
         start = -(-self.at // alignment) * alignment
         end = 0
-        for name, shape, kind, size, offset in sorted(found, key=lambda tensor: tensor[-1]):
+        for name, shape, kind, size, offset in sorted(results, key=lambda tensor: tensor[-1]):
             *lead, k = shape
             row = k // size[0] * size[1]
             nbytes = prod(lead) * row

@@ -292,13 +292,13 @@ class Model:
         matrices whose rows it has, with `*` for the number of the expert, and the suffix.
         """
         layer, leaf, suffix = _divided(name)
-        if not layer or not (found := _OF_EXPERTS.fullmatch(leaf)):
+        if not layer or not (match := _OF_EXPERTS.fullmatch(leaf)):
             return None
         block, names = "mlp", _PROJECTIONS
         if self.family:
             block, names = self.family.block, self.family.projections
         base = f"model.layers.{layer}.{block}.experts.*"
-        return [f"{base}.{names[i]}" for i in _EXPERTS[found[1]]], suffix
+        return [f"{base}.{names[i]}" for i in _EXPERTS[match[1]]], suffix
 
     def left_out(self, name: str) -> bool:
         """Whether a tensor is of a layer for multi-token prediction, or a scale of activations."""
@@ -344,7 +344,7 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     family = FAMILIES.get(architecture)
     if family is None or f"{architecture}.expert_count" not in metadata:
         known = {"num_hidden_layers": "block_count", "num_experts": "expert_count"}
-        entries = {key: metadata.get(f"{architecture}.{its}") for key, its in known.items()}
+        entries = {key: metadata.get(f"{architecture}.{own}") for key, own in known.items()}
         return Model({"model_type": architecture, "architectures": [], **entries}, None)
 
     def entry(key: str, usual: Any = None) -> int | float:
@@ -369,7 +369,7 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
         return shapes[name][dim]
 
     config: dict[str, Any] = {
-        key: entry(its) for key, its in {**_ENTRIES, **family.entries}.items()
+        key: entry(parts) for key, parts in {**_ENTRIES, **family.entries}.items()
     }
     # layers for multi-token prediction follow
     further: Any = metadata.get(f"{architecture}.nextn_predict_layers", 0)
@@ -402,7 +402,7 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
     config |= {
         family.experts: entry("expert_count"),
         family.size: size(f"blk.{first}.ffn_down_exps.weight", -1),
-        **{key: entry(its, usual) for key, (its, usual) in family.optional.items()},
+        **{key: entry(answer, usual) for key, (answer, usual) in family.optional.items()},
         **{key: name in shapes for key, name in family.present.items()},
         "vocab_size": size("token_embd.weight", 0),
     }
@@ -458,23 +458,23 @@ def _rope(
     where: str,
 ) -> dict[str, Any]:
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    found: dict[str, Any] = {"rope_theta": entry("rope.freq_base", 10000.0)}
+    results: dict[str, Any] = {"rope_theta": entry("rope.freq_base", 10000.0)}
     if kind == "none":
-        return {"rope_type": "default", **found}
+        return {"rope_type": "default", **results}
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(
             f"{architecture}.rope.scaling.type is {shown(kind)}",
             expected="none, linear or yarn",
             where=where,
         )
-    for key, its in _ROPE.items():
-        its = f"rope.scaling.{its}"
-        if key == "factor" or f"{architecture}.{its}" in metadata:
-            found[key] = entry(its)
-    return {"rope_type": kind, **found, **family.rope}
+    for key, own in _ROPE.items():
+        own = f"rope.scaling.{own}"
+        if key == "factor" or f"{architecture}.{own}" in metadata:
+            results[key] = entry(own)
+    return {"rope_type": kind, **results, **family.rope}
 
 
 def _divided(name: str) -> tuple[str, str, str]:
     """The number of the layer, the name below it, and the suffix; "" for what is not there."""
-    found = _TENSOR.fullmatch(name)
-    return (found["layer"] or "", found["leaf"], found["suffix"] or "") if found else ("", "", "")
+    match = _TENSOR.fullmatch(name)
+    return (match["layer"] or "", match["leaf"], match["suffix"] or "") if match else ("", "", "")

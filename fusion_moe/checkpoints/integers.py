@@ -51,8 +51,8 @@ def scheme_of(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) ->
     for entry in entries.values():
         if len(entry.shape) != 2 or 0 in entry.shape:
             raise CheckpointError(f"{entry}", expected="two dimensions", where=str(entry.file))
-    found = _packed if scheme.parts[0].suffix == PACKED_INT4.parts[0].suffix else _of_qweight
-    bits, k, groups, resolved = found(scheme, entries, packing)
+    result = _packed if scheme.parts[0].suffix == PACKED_INT4.parts[0].suffix else _of_qweight
+    bits, k, groups, resolved = result(scheme, entries, packing)
     group = _group(k, groups, bits, packing)
     name = f"{'u' if len(resolved.parts) > 2 else ''}int{bits}"
     dtype = torch.float16 if scale.dtype == torch.float16 else torch.bfloat16

@@ -170,13 +170,13 @@ def layers_of_floats(
     """
     layers = dict(source.layers)
     to = {name: name for layer in layers.values() if not layer.fused for name in layer.names}
-    found = {name for layer in layers.values() for name in layer.names}
+    results = {name for layer in layers.values() for name in layer.names}
     for experts in family.layers.values():
         tensors = [t for t in experts.floats if not t.bias]
         if any(t.name not in family.there for t in tensors):
             continue
         names = {t: family.there[t.name].removesuffix(".weight") for t in tensors}
-        known, single = found >= {*names.values()}, all(t.alone for t in tensors)
+        known, single = results >= {*names.values()}, all(t.alone for t in tensors)
         at_home = known and all(family.of(family.there[t.name]) is experts for t in tensors)
         if single and not at_home:
             to |= {n: f"{experts.name}.{t.experts[0]}.{t.projection}" for t, n in names.items()}

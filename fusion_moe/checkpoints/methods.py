@@ -117,12 +117,12 @@ def _check_integers(weights: Mapping[str, Any], where: str) -> None:
     bits, group, symmetric = weights.get("num_bits"), _group(weights), weights.get("symmetric")
     name = f"{'' if symmetric in (True, None) else 'u'}int{bits}"
     if not any((name, group) == known[:2] for known in INTEGERS):
-        found = ", ".join(
+        actual = ", ".join(
             f"{key} {shown(weights.get(key))}"
             for key in ("num_bits", "strategy", "group_size", "symmetric")
         )
         raise UnsupportedError(
-            f"integers with {found}",
+            f"integers with {actual}",
             expected="4 bits, or 8 symmetric ones, in groups of 32, 64, 128 or for channels",
             where=where,
         )

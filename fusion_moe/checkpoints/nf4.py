@@ -108,7 +108,7 @@ class _Matrix:
                 factors: (torch.float32, -(-blocks // self.block)),
                 table: (torch.float32, 256),
             }
-        found = []
+        results = []
         for suffix, (dtype, count) in wanted.items():
             entry = tensors.get(self.name + suffix)
             if entry is None or (entry.dtype, prod(entry.shape)) != (dtype, count):
@@ -118,8 +118,8 @@ class _Matrix:
                     f"{list(self.shape)}",
                     where=self.file,
                 )
-            found.append(entry)
-        return found
+            results.append(entry)
+        return results
 
     def scales(self, read: Read, nested: bool) -> Tensor:
         """f32 [N, K/64]"""

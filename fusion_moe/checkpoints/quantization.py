@@ -146,8 +146,8 @@ def _experts(source: Source, how: Rounding, family: Family) -> Iterator[tuple[st
     plain, config = source.plain, source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.eight_bits}
     wide: dict[str, Entry | StoredWeight] = {**plain, **fp8}  # all others have few bits already
-    found, to = layers_of_floats(source, family)
-    layers = {name: of for name, of in found.items() if any(n in wide for n in of.names)}
+    result, to = layers_of_floats(source, family)
+    layers = {name: of for name, of in result.items() if any(n in wide for n in of.names)}
     check_skip(how.skip, [*layers], "quantize")
     for layer in layers.values():
         further = predicts_further_tokens(f"{layer.name}.", config)

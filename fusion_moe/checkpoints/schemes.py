@@ -313,8 +313,8 @@ def _table(n: int, k: int, encoding: Encoding) -> Tensor:
 
 def nf4_state(n: int, k: int, encoding: Encoding) -> Tensor:
     """What bitsandbytes says of a matrix whose scales are not quantized."""
-    said = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": "bfloat16", "shape": [n, k]}
-    return torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+    texts = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": "bfloat16", "shape": [n, k]}
+    return torch.tensor([*json.dumps(texts).encode()], dtype=torch.uint8)
 
 
 def _other_table(found: Tensor, wanted: Tensor) -> Error:

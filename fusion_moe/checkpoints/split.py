@@ -79,10 +79,10 @@ class _Projection:
     @property
     def elements(self) -> Entry | None:
         """Codes or floats, if they are of all experts."""
-        found = next((self.parts[part] for part in _ELEMENTS if part in self.parts), None)
-        if found is None or len(found.shape) != 3 + ("blocks" in self.parts) or 0 in found.shape:
+        match = next((self.parts[part] for part in _ELEMENTS if part in self.parts), None)
+        if match is None or len(match.shape) != 3 + ("blocks" in self.parts) or 0 in match.shape:
             return None
-        return found
+        return match
 
     @property
     def coded(self) -> bool:
@@ -131,17 +131,17 @@ def split(
             layers[match["layer"]][match["projection"]][match["part"] or ""] = entry
     entries, reads = dict(tensors), Reads()
     for layer, projections in layers.items():
-        found = [
+        results = [
             _Projection(f"{layer}.{name}", matrices_of(name), parts)
             for name, parts in projections.items()
         ]
-        coded = [p for p in found if p.coded and len(p.parts) > 1]
-        floats = [p for p in found if p.elements is not None and not p.coded]
+        coded = [p for p in results if p.coded and len(p.parts) > 1]
+        floats = [p for p in results if p.elements is not None and not p.coded]
         forms = {"blocks" in p.parts for p in coded}
         if not coded or (all(p.kept for p in coded) and len(forms) == 1 and not floats):
             continue
-        order = _order(found, family_order(config))
-        for projection in (p for p in found if p.elements is not None):
+        order = _order(results, family_order(config))
+        for projection in (p for p in results if p.elements is not None):
             for part in projection.parts.values():
                 del entries[part.name]
             for entry, piece in _pieces(layer, projection, order, read):

@@ -78,9 +78,9 @@ class StoredWeight:
         for fixed in self.scheme.fixed:
             assert self.scheme.encoding is not None, self.name
             entry, (n, k) = self.entries[fixed.suffix], self.shape
-            found, wanted = read(entry.name), fixed.made(n, k, self.scheme.encoding)
-            if not torch.equal(found.to(wanted.dtype), wanted):
-                error = fixed.refused(found, wanted)
+            result, wanted = read(entry.name), fixed.made(n, k, self.scheme.encoding)
+            if not torch.equal(result.to(wanted.dtype), wanted):
+                error = fixed.refused(result, wanted)
                 if fixed.of_columns and not columns and isinstance(error, UnsupportedError):
                     continue
                 raise type(error)(
@@ -149,11 +149,11 @@ def stored_weights(
                     expected="one of the two",
                     where=str(entries[scheme.parts[0].part].file),
                 )
-            resolved, found = _encoded(scheme, entries, packing)
+            resolved, result = _encoded(scheme, entries, packing)
             fixed = tuple(f for f in resolved.fixed if name + f.suffix in tensors)
-            resolved, shape = replace(resolved, fixed=fixed), _shape(resolved, found)
+            resolved, shape = replace(resolved, fixed=fixed), _shape(resolved, result)
             beside = {f.suffix: tensors[name + f.suffix] for f in fixed}
-            weights[name] = StoredWeight(name, resolved, {**found, **beside}, shape)
+            weights[name] = StoredWeight(name, resolved, {**result, **beside}, shape)
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for name, entry in tensors.items():
         if (

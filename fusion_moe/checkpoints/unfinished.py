@@ -53,10 +53,10 @@ class Unfinished:
 
     def _facts(self, name: str) -> list[int]:
         try:
-            found = (self.files / name).lstat()
+            lstat = (self.files / name).lstat()
         except OSError:
             return []
-        return [found.st_size, found.st_mtime_ns, found.st_ino]
+        return [lstat.st_size, lstat.st_mtime_ns, lstat.st_ino]
 
 
 def begin(dst: Path, job: str) -> Unfinished:

@@ -71,7 +71,7 @@ def write(
     shards = _shards(steps, shard_bytes)
     values = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
     texts = {name: _json(value) for name, value in values if value is not None}
-    needed = sum(shard_bytes_of(its) for its in shards.values())
+    needed = sum(shard_bytes_of(own) for own in shards.values())
     needed += sum(file.stat().st_size for file in copied) + sum(map(len, texts.values()))
     if dry_run is not None:
         if room := _too_small(next(p for p in dst.parents if p.exists()), needed):
@@ -146,16 +146,16 @@ def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
         size += step.nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": its for i, its in enumerate(groups, 1)}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": own for i, own in enumerate(groups, 1)}
 
 
 def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any] | None:
     """The index of several shards, which one does not need."""
     if len(shards) == 1:
         return None
-    shard_of = {p.name: name for name, its in shards.items() for step in its for p in step.planned}
+    shard_of = {p.name: name for name, own in shards.items() for step in own for p in step.planned}
     return {
-        "metadata": {"total_size": sum(step.nbytes for its in shards.values() for step in its)},
+        "metadata": {"total_size": sum(step.nbytes for entry in shards.values() for step in entry)},
         "weight_map": dict(sorted(shard_of.items())),
     }
 
@@ -180,10 +180,10 @@ def _job(
     planned of them; the versions of what computes.
     """
     read = sorted({entry.file.resolve() for entry in source.tensors.values()})
-    files = [(file, (found := file.stat()).st_size, found.st_mtime_ns) for file in read]
+    files = [(file, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in read]
     plan = {
-        name: [(p.name, str(p.dtype), p.shape) for step in its for p in step.planned]
-        for name, its in shards.items()
+        name: [(p.name, str(p.dtype), p.shape) for step in own for p in step.planned]
+        for name, own in shards.items()
     }
     versions = [str(torch.__version__)]
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -215,12 +215,12 @@ def appearing(dst: Path, needed: int = 0, job: str = "") -> Iterator[Unfinished]
             unfinished.files.rename(dst)
             sync(dst.parent)
         except OSError as error:
-            found = f"not written: {error.strerror or error}"
+            actual = f"not written: {error.strerror or error}"
             if error.errno in _FULL:
                 wanted = f"{_needs(needed)}, " if needed else ""
-                found = f"{found}: {wanted}{free} free at first"
+                actual = f"{actual}: {wanted}{free} free at first"
             todo = _TODO.get(error.errno or 0, "")
-            raise CheckpointError(found, todo=todo, where=str(dst)) from error
+            raise CheckpointError(actual, todo=todo, where=str(dst)) from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"stopped: {dst} is not written, and nothing of it is left"

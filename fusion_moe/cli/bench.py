@@ -162,8 +162,8 @@ def bench(
     """
     modes = check_modes(mode, after)
     if (directory is None) == (not config):
-        found = "DIR and --config" if config else "neither DIR nor --config"
-        raise OptionError(found, expected="one of them", where="bench")
+        actual = "DIR and --config" if config else "neither DIR nor --config"
+        raise OptionError(actual, expected="one of them", where="bench")
     check_device(device, "bench")
     if directory is not None:
         check_checkpoint(directory)
@@ -242,12 +242,12 @@ def check_modes(mode: str, after: int | None) -> list[str]:
     """
     modes = list(dict.fromkeys(filter(None, mode.replace(" ", "").split(","))))
     if unknown := [name for name in modes if name not in MODES]:
-        found = f"--mode {','.join(unknown)}"
-        raise OptionError(found, expected=", ".join(MODES), where="bench")
+        actual = f"--mode {','.join(unknown)}"
+        raise OptionError(actual, expected=", ".join(MODES), where="bench")
     if modes and after is not None:
-        found = "--after with --mode"
+        actual = "--after with --mode"
         todo = "pass --prompt: in modes, steps follow the prompt"
-        raise OptionError(found, expected="one of them", todo=todo, where="bench")
+        raise OptionError(actual, expected="one of them", todo=todo, where="bench")
     return modes
 
 

@@ -33,9 +33,9 @@ class Evaluated(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Sums over tokens, not each of them."""
-        found = {key: value for key, value in asdict(self.found).items() if key != "losses"}
+        results = {key: value for key, value in asdict(self.found).items() if key != "losses"}
         named = {"directory": self.directory, "text": self.text, "against": self.against}
-        return {"schema": self.schema, **named, "tokens": self._tokens, **found}
+        return {"schema": self.schema, **named, "tokens": self._tokens, **results}
 
     @property
     def _tokens(self) -> int:
@@ -43,11 +43,11 @@ class Evaluated(Result):
 
     def print(self, console: Console) -> None:
         """Numbers, then routers."""
-        found, difference = self.found, self.found.difference
+        result, difference = self.found, self.found.difference
         console.print(f"{self.directory}; {self._tokens:,} tokens of {self.text}", soft_wrap=True)
         rows = [
-            ("bits per byte", f"{found.bits_per_byte:.5f}"),
-            ("perplexity", f"{found.perplexity:.4f}"),
+            ("bits per byte", f"{result.bits_per_byte:.5f}"),
+            ("perplexity", f"{result.perplexity:.4f}"),
         ]
         if difference is not None:
             low, high = (f"{100 * end:+.3f}" for end in difference.interval)
@@ -103,8 +103,8 @@ def evaluate(
             with a_model(each or directory):
                 model = each and from_pretrained(each, dtype=torch.bfloat16)
             models.append(model and model.to(device).eval())
-        found = evaluate_model(models[0], tokenizer, texts, models[1], window)
-    return Evaluated(str(directory), str(text), None if against is None else str(against), found)
+        result = evaluate_model(models[0], tokenizer, texts, models[1], window)
+    return Evaluated(str(directory), str(text), None if against is None else str(against), result)
 
 
 def _texts(file: Path) -> list[str]:

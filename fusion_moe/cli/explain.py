@@ -140,9 +140,9 @@ def model_of(path: Path) -> nn.Module:
         config.quantization_config = None
         model = on_meta(config, str(path))
     if method:
-        said = directory.quantization
-        config = NVFP4Config(**own_entries(said))
-        replace_modules(model, directory.tensors, method, config, packing=packing_of(said))
+        text = directory.quantization
+        config = NVFP4Config(**own_entries(text))
+        replace_modules(model, directory.tensors, method, config, packing=packing_of(text))
     else:
         model.set_experts_implementation("fusion_moe")
     return model.eval().requires_grad_(False)

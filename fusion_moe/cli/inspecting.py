@@ -126,7 +126,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         )
         of[dtype, role, "torch" if role == "all else" else runs].append((entry.name, entry.nbytes))
     for (format, role, runs), stored in of.items():
-        layers = {found[1] for name, _ in stored if (found := _LAYER.search(name))}
+        layers = {match[1] for name, _ in stored if (match := _LAYER.search(name))}
         yield Group(format, role, len(stored), len(layers), sum(size for _, size in stored), runs)
 
 

@@ -44,11 +44,11 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
     except Error:
         raise
     except Exception as error:  # of a wrong configuration transformers and torch raise any kind
-        found = " ".join(str(error).split())
+        actual = " ".join(str(error).split())
         if not isinstance(error, (ValueError, OSError, ImportError)):
-            found = f"{type(error).__name__}: {found}"
-        todo = install("models") if "accelerate" in found else ""
-        raise UnsupportedError(found, expected=what, todo=todo, where=str(path)) from error
+            actual = f"{type(error).__name__}: {actual}"
+        todo = install("models") if "accelerate" in actual else ""
+        raise UnsupportedError(actual, expected=what, todo=todo, where=str(path)) from error
 
 
 def has_tokenizer(path: Path) -> bool:

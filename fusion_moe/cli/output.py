@@ -101,12 +101,12 @@ def table(
     """Columns without lines between them; right: those that are aligned to the right."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
+    result = Table(box=None, pad_edge=False, header_style="bold", show_header=header)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="right" if i in right else "left", overflow="fold")
+        result.add_column(name, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*map(str, row))
-    return made
+        result.add_row(*map(str, row))
+    return result
 
 
 def _text_of(result: Result) -> str:
@@ -132,5 +132,5 @@ def _print_error(error: Error, as_json: bool) -> None:
         say(str(error))
         return
     fields = {name: getattr(error, name) for name in ("found", "expected", "todo", "where")}
-    said = {"kind": type(error).__name__, "message": str(error), **fields}
-    typer.echo(_json_of({"error": said}))
+    texts = {"kind": type(error).__name__, "message": str(error), **fields}
+    typer.echo(_json_of({"error": texts}))

@@ -103,5 +103,5 @@ def plan(
 
     model = plans.Model.of_directory(Directory.open(directory))
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
-    found = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
-    return Planned(str(directory), gpu, found, 1 / found.seconds(machines.EXPECTED[gpu]), asked)
+    result = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
+    return Planned(str(directory), gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)

@@ -59,8 +59,8 @@ def run(
     takes a while: it is compiled, and replayed as a CUDA graph from then on.
     """
     if bool(prompt) == interactive:
-        found = "a prompt and -i" if prompt else "no prompt"
-        raise OptionError(found, expected="a prompt, or -i for a chat", where="run")
+        actual = "a prompt and -i" if prompt else "no prompt"
+        raise OptionError(actual, expected="a prompt, or -i for a chat", where="run")
     check_device(device, "run")
     if gpu_memory is not None:
         bytes_of(gpu_memory, "--gpu-memory")
@@ -84,6 +84,6 @@ def run(
         with recorded(talk, record):
             if not interactive:
                 talk.answer(prompt, tokens, None)
-            while interactive and (said := line()):
-                print(talk.answer(said, tokens, length), file=sys.stderr)
+            while interactive and (text := line()):
+                print(talk.answer(text, tokens, length), file=sys.stderr)
     return talk.ended(str(record or ""))

@@ -116,10 +116,10 @@ class Talk:
             model = from_pretrained(directory, **how).eval()
         fuse_routers_(model)
         share_keys_(model)
-        said = model.generation_config
+        text = model.generation_config
         if temperature is None:
-            temperature = (said.temperature or 1.0) if said.do_sample else 0.0
-        talk = cls(model, tokenizer, sampling(said, temperature), out)
+            temperature = (text.temperature or 1.0) if text.do_sample else 0.0
+        talk = cls(model, tokenizer, sampling(text, temperature), out)
         if "max_memory" in how:
             from ..offload import learn_
 
@@ -164,10 +164,10 @@ class Talk:
             streamer.end()
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         self.said.append({"role": "assistant", "content": text})
-        found = Answer(text, ids.shape[1], first - start, len(written), end - first)
-        self.answers.append(found)
+        answer = Answer(text, ids.shape[1], first - start, len(written), end - first)
+        self.answers.append(answer)
         self.peak = _peak(self.model.device)
-        return found
+        return answer
 
     def ended(self, recorded: str) -> Run:
         """What all of it was. recorded: as of a Run."""
@@ -234,10 +234,10 @@ def line() -> str:
 
 def _experts_of(model: torch.nn.Module) -> tuple[str, ...]:
     """Modules of each encoding, and what multiplies by it."""
-    found = Counter(module.encoding for module in model.modules() if isinstance(module, Experts))
+    counter = Counter(module.encoding for module in model.modules() if isinstance(module, Experts))
     return tuple(
         f"{count(n, 'layer')} in {encoding.name}, {kernels_for(encoding)}"
-        for encoding, n in found.items()
+        for encoding, n in counter.items()
     )
 
 

@@ -226,9 +226,9 @@ def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
         names += [name.partition("[")[0]] if name.partition("[")[0] not in names else []
     if not places:
         return DtypeError("no tensor among the arguments", expected="tensors", where=spec.name)
-    found = "; ".join(f"{', '.join(names)} on {device}" for device, names in places.items())
+    text = "; ".join(f"{', '.join(names)} on {device}" for device, names in places.items())
     return DeviceError(
-        found,
+        text,
         expected="one device",
         todo="move tensors, or the module that has them, with .to(device)",
         where=spec.name,

@@ -91,13 +91,13 @@ class Translator:
         """What an error says that this translator caused. One of the library says itself what it
         expected; otherwise that is `expected`.
         """
-        said, todo = message(error), ""
+        words, todo = message(error), ""
         if isinstance(error, Error):
             place = f"{error.where}: " if error.where else ""
-            said = f"{type(error).__name__}: {place}{error.found}"
+            words = f"{type(error).__name__}: {place}{error.found}"
             expected, todo = error.expected, error.todo
-        found = f"the translator of {self.op} {what}: {said}"
-        return TranslatorError(found, expected=expected, todo=todo, where=where)
+        text = f"the translator of {self.op} {what}: {words}"
+        return TranslatorError(text, expected=expected, todo=todo, where=where)
 
     def _parameters(
         self, error: Exception, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any]

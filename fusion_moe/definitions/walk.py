@@ -78,12 +78,12 @@ class Walk:
         """
         for n in self.outputs:
             self.fd.add_output(self.values[n])
-        made = self.fd.fusion()
-        if unknown := [s for s in made.symbols if s not in self.sizes.expressions()]:
+        fusion = self.fd.fusion()
+        if unknown := [s for s in fusion.symbols if s not in self.sizes.expressions()]:
             raise FusionError(
                 f"unknown size {', '.join(unknown)}", expected="sizes of the call's arguments"
             )
-        return made
+        return fusion
 
     def _translate(self, n: Node) -> None:
         first = self.fd.count
@@ -118,15 +118,15 @@ class Walk:
         pair = self._unrelated(n) if of_sizes or returned_other_types else None
         if pair is None:
             return error
-        found = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal"
+        text = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal"
         expected = "dimensions that the trace relates"
         check = "torch._check(a.shape[i] == b.shape[j])"
         if not translator.of_user:
             return Untranslatable(
-                found, expected=expected, todo=f"relate them before the call: {check}"
+                text, expected=expected, todo=f"relate them before the call: {check}"
             )
         return TranslatorError(
-            found,
+            text,
             expected=expected,
             todo=f"relate them in the operation's fake: {check}",
             where=error.where,
@@ -136,10 +136,12 @@ class Walk:
         """Two sizes of a call's tensors that may be equal, since they have one value now, but are
         two sizes of the IR.
         """
-        found: list[tuple[tuple[int, int], Any]] = []
+        results: list[tuple[tuple[int, int], Any]] = []
         for t in (t for m in (*n.all_input_nodes, n) for t in tensors(m.meta.get("val"))):
-            found += [((t.dim(), i), size) for i, size in enumerate((*t.shape, prod(t.shape[:-1])))]
-        pairs = [(a, b) for a, b in combinations(found, 2) if may_be_equal(a[1], b[1])]
+            results += [
+                ((t.dim(), i), size) for i, size in enumerate((*t.shape, prod(t.shape[:-1])))
+            ]
+        pairs = [(a, b) for a, b in combinations(results, 2) if may_be_equal(a[1], b[1])]
         symbols = [
             (a, b) for (_, a), (_, b) in pairs if not isinstance(a, int) and not isinstance(b, int)
         ]

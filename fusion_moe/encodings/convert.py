@@ -146,10 +146,10 @@ def _scale(
         if rule in scale.others:
             return least_error(x, size, outer, scale, encoding.element, rule)
         return scale.rounded(size, outer)
-    made = matrix_scale_of(x, encoding) if given is None else given
-    check_matrix_scale(made, lead, n, scale)
-    check_same_device(x, made, scale.part)
-    return made
+    matrix_scale = matrix_scale_of(x, encoding) if given is None else given
+    check_matrix_scale(matrix_scale, lead, n, scale)
+    check_same_device(x, matrix_scale, scale.part)
+    return matrix_scale
 
 
 def _largest(x: Tensor, scale: Scale, encoding: Encoding) -> Tensor:
@@ -256,8 +256,8 @@ def _values(codes: Tensor, element: Element) -> Tensor:
     index = codes.view(torch.uint8).reshape(-1).int()
     if element.per_item <= 2:
         table = table.view({1: torch.float32, 2: torch.int64}[element.per_item]).view(256)
-    found = table.index_select(0, index).view(torch.float32)
-    return found.view(*codes.shape[:-1], codes.shape[-1] * element.per_item)
+    result = table.index_select(0, index).view(torch.float32)
+    return result.view(*codes.shape[:-1], codes.shape[-1] * element.per_item)
 
 
 # Blocks along N -----------------------------------------------------------------------------------

@@ -132,8 +132,8 @@ class Element:
         if self.bits > 8:
             return ()
         codes = torch.arange(2**self.bits, dtype=torch.uint8)
-        found = self.decode(codes.int()) if self.decode else codes.view(self.dtype).float()
-        return tuple(found.tolist())
+        result = self.decode(codes.int()) if self.decode else codes.view(self.dtype).float()
+        return tuple(result.tolist())
 
     @cached_property
     @real_tensors()
@@ -148,8 +148,8 @@ class Element:
         for mantissa in range(self.bits - 1 if self.values else 0):
             sizes = ((codes % half) << (23 - mantissa)).view(torch.float32)
             factor = self.values[1] / float(sizes[1])
-            found = torch.where(codes < half, sizes, -sizes) * factor
-            same = found.view(torch.int32) == wanted.view(torch.int32)
+            result = torch.where(codes < half, sizes, -sizes) * factor
+            same = result.view(torch.int32) == wanted.view(torch.int32)
             if bool((same | (ones & wanted[ones].isnan().all())).all()):
                 return mantissa, factor
         return None
@@ -262,8 +262,8 @@ class Encoding:
     )
 
     def __post_init__(self) -> None:
-        for found, expected in self._misfits():
-            raise OptionError(f"{found} of {self.name}", expected=expected)
+        for actual, expected in self._misfits():
+            raise OptionError(f"{actual} of {self.name}", expected=expected)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy of a registered one, and what a pickle of it gives, is itself: it holds functions,
@@ -414,14 +414,14 @@ class Quantized(tuple[Tensor, ...]):
         """The parts in the order of the encoding, also a module's parameters. ShapeError if there
         are more or fewer.
         """
-        made = super().__new__(cls, map(plain, parts))
-        made.encoding = encoding
-        if len(parts) != len(made.encoding.parts):
+        result = super().__new__(cls, map(plain, parts))
+        result.encoding = encoding
+        if len(parts) != len(result.encoding.parts):
             raise ShapeError(
-                f"{len(parts)} parts of {made.encoding.name}",
-                expected=", ".join(p.name for p in made.encoding.parts),
+                f"{len(parts)} parts of {result.encoding.name}",
+                expected=", ".join(p.name for p in result.encoding.parts),
             )
-        return made
+        return result
 
     def __getnewargs_ex__(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         return tuple(self), {"encoding": self.encoding}

@@ -108,9 +108,9 @@ def _powers(exponent: Tensor) -> Tensor:
 def _too_wide(exponent: Tensor, used: Tensor, spans: Tensor) -> UnsupportedError:
     at = tuple(spans.nonzero()[0].tolist())
     of_row = exponent[at][used[at]]
-    found = f"row {at} has block scales from 2^{of_row.min()} to 2^{of_row.max()}"
+    text = f"row {at} has block scales from 2^{of_row.min()} to 2^{of_row.max()}"
     return UnsupportedError(
-        found,
+        text,
         expected=f"{_LARGEST - _LEAST} octaves at most, to be NVFP4 exactly",
         todo="keep it in mxfp4",
     )

@@ -52,9 +52,9 @@ def least_error(
     """The scales [..., N, blocks] of x float [..., N, K], by a rule that searches. amax: those of
     the blocks; outer: the product of the other scales, a number or f32 [..., N or 1, 1].
     """
-    made = scale.rounded(amax, outer)
+    rounded = scale.rounded(amax, outer)
     if not has_values(x) or not x.numel():
-        return made
+        return rounded
     blocks, sizes = x.reshape(-1, scale.block), amax.flatten()
     outers = torch.as_tensor(outer, device=x.device).expand_as(amax).flatten()
     cpu = x.device.type == "cpu"
@@ -67,8 +67,8 @@ def least_error(
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         each = pool.map if cpu else map  # another thread has another stream
-        found = torch.cat([*each(best, range(0, len(blocks), step))])
-    return found.view(scale.dtype).view_as(made)
+        result = torch.cat([*each(best, range(0, len(blocks), step))])
+    return result.view(scale.dtype).view_as(rounded)
 
 
 def has_values(x: Tensor) -> bool:

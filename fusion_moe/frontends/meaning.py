@@ -194,6 +194,8 @@ def _translated(
     if str(called_op(nodes[0])) != str(op):
         raise TranslatorError(f"{op} is decomposed in graphs", expected="an operation that is not")
     walk = Walk(nodes)
-    given = dict(zip(graph.nodes, tensors.values(), strict=False))  # a graph begins with its inputs
-    read = (given[n].mT if n in walk.transposed else given[n] for n in walk.inputs)
+    inputs = dict(
+        zip(graph.nodes, tensors.values(), strict=False)
+    )  # a graph begins with its inputs
+    read = (inputs[n].mT if n in walk.transposed else inputs[n] for n in walk.inputs)
     return walk, tuple(map(fp4_as_bytes, read))

@@ -175,8 +175,8 @@ class _Search:
             failed = isinstance(error, TranslatorError) or error.__cause__ is not None
             if failed or not is_torchs(call):
                 self.alone[call] = error
-        made = (op for ops in walk.made.values() for op in ops)
-        return not walk.refused and any(op.kind.role == "grouped" for op in made)
+        results = (op for ops in walk.made.values() for op in ops)
+        return not walk.refused and any(op.kind.role == "grouped" for op in results)
 
     def _region(self, seed: Node) -> Region | None:
         """The region around a seed. A refused call is taken out, and the region grows again without
@@ -361,8 +361,8 @@ def attribute_failure(
     users = of_users(walk)
     if not users or _error(walk, users, compile) is not None:
         return {}
-    found = {n: _error(walk, [m for m in users if m is not n], compile) for n in users}
-    errors = found if any(found.values()) else dict.fromkeys(users, _error(walk, (), compile))
+    results = {n: _error(walk, [m for m in users if m is not n], compile) for n in users}
+    errors = results if any(results.values()) else dict.fromkeys(users, _error(walk, (), compile))
     return {n: _at_fault(n, error) for n, error in errors.items() if error is not None}
 
 

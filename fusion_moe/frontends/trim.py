@@ -49,14 +49,16 @@ def _only_in(segment: Segment, kept: Iterable[Node], walk: Walk) -> set[Node]:
     """The calls of torch's whose operations are all in one segment."""
     ops = set(segment.fusion.ops)
     calls = (
-        n for n in kept if (made := walk.made[n]) and ops.issuperset(made) and is_torchs(call_of(n))
+        n
+        for n in kept
+        if (result := walk.made[n]) and ops.issuperset(result) and is_torchs(call_of(n))
     )
     return {part for n in calls for part in with_parts(n)}
 
 
 def _boundary_views(region: Collection[Node]) -> list[Node]:
     """Views that read only from outside a region or are read only outside."""
-    found = []
+    results = []
     for n in region:
         if is_call(n) and is_view(n):
             parts = with_parts(n)
@@ -64,8 +66,8 @@ def _boundary_views(region: Collection[Node]) -> list[Node]:
             if not any(m in region for m in n.all_input_nodes) or not any(
                 u in region for u in readers
             ):
-                found += parts
-    return found
+                results += parts
+    return results
 
 
 def _boundary_writers(region: Collection[Node]) -> Iterator[Node]:

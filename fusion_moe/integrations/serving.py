@@ -70,9 +70,9 @@ def refuse(engine: str, cases: Iterable[tuple[bool, str, str, str]]) -> None:
     """UnsupportedError for the first of some cases that holds: (whether it does, what was found,
     what was expected, what to do).
     """
-    for holds, found, expected, todo in cases:
+    for holds, actual, expected, todo in cases:
         if holds:
-            raise unsupported(engine, found, expected, todo)
+            raise unsupported(engine, actual, expected, todo)
 
 
 def of_states(load_format: str) -> tuple[bool, str, str, str]:
@@ -136,13 +136,13 @@ def dummy_scales(scheme: Scheme) -> dict[str, float]:
     of loading them (--load-format dummy).
     """
     assert scheme.encoding is not None, scheme.name
-    scales, found = scheme.encoding.scales, {}
+    scales, results = scheme.encoding.scales, {}
     for part, scale in zip(scheme.parts[1:], scales, strict=True):
         # floats of 8 bits are drawn as small as weights; of two scales, one is small
         small = not scheme.eight_bits and scale is scales[-1]
         t = torch.full((1, 1), _DUMMY if small else 1.0).to(scale.dtype)
-        found[part.name] = part.from_part(t).flatten()[0].item()
-    return found
+        results[part.name] = part.from_part(t).flatten()[0].item()
+    return results
 
 
 def invariant(asked: bool) -> AbstractContextManager[Any]:

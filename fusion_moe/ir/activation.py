@@ -249,14 +249,16 @@ def activated(
     parameters: float [G, P, N] or [G, P, 1], each group's; ends i32[G]: of the groups.
     """
     wide = accumulated(x.type.dtype)
-    given = [*columns(fd, x, activation.parts, activation.interleave)]
+    arguments = [*columns(fd, x, activation.parts, activation.interleave)]
     if parameters is not None and ends is not None:
         groups, _, features = map(plain, parameters.type.shape)
         count = activation.parameters
         of_groups = fd.ops.reshape(parameters, new_shape=(groups, count * features))
         of_rows = bias_rows(fd, of_groups, ends, x.type.with_(dtype=wide))
-        given += columns(fd, of_rows, count, 0)
-    values = dict(zip(activation.inputs, [fd.ops.cast(v, dtype=wide) for v in given], strict=True))
+        arguments += columns(fd, of_rows, count, 0)
+    values = dict(
+        zip(activation.inputs, [fd.ops.cast(v, dtype=wide) for v in arguments], strict=True)
+    )
     for op in activation.body:
         attrs = {name: wide if attr == _WIDE else attr for name, attr in op.attrs.items()}
         inputs = [values[v] if isinstance(v, Value) else v for v in op.inputs]

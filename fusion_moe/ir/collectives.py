@@ -74,13 +74,13 @@ class Together:
                 _local.here = None
 
         with ThreadPoolExecutor(len(self._given)) as pool:
-            made = [
+            results = [
                 pool.submit(copy_context().run, of_rank, rank) for rank in range(len(self._given))
             ]
-        errors = [e for e in (m.exception() for m in made) if e is not None]
+        errors = [e for e in (m.exception() for m in results) if e is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
-        return [m.result() for m in made]
+        return [m.result() for m in results]
 
     def rank(self) -> int:
         """That of the current thread."""
@@ -90,9 +90,9 @@ class Together:
         """x of each rank."""
         self._given[self.rank()] = x
         self._barrier.wait()
-        found = list(self._given)
+        results = list(self._given)
         self._barrier.wait()
-        return found
+        return results
 
 
 _local = threading.local()

@@ -108,10 +108,10 @@ class Value:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
                 raise AttributeError(name)
-            found = f"{name!r} of the value {self.name}, {self.type}"
+            actual = f"{name!r} of the value {self.name}, {self.type}"
             if name in ("shape", "dtype"):
-                raise NoOperationError(found, expected=f"{self.name}.type.{name}")
-            raise no_operation(found, name, dir(self.ops))
+                raise NoOperationError(actual, expected=f"{self.name}.type.{name}")
+            raise no_operation(actual, name, dir(self.ops))
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise FusionError(

@@ -99,12 +99,12 @@ def _in_pieces(whole: _Whole, kept: Sequence[Value]) -> tuple[Value, ...]:
     them, so that one kernel stores both.
     """
     readers = whole.forward.readers
-    found = list[Value]()
+    results = list[Value]()
     for v in kept:
         slices = [op for op in readers.get(v, ()) if op.kind.name == "slice"]
         whole_too = v in whole.needed or len(slices) < len(readers.get(v, ()))
-        found += [v] if whole_too or not slices else [op.outputs[0] for op in slices]
-    return tuple(found)
+        results += [v] if whole_too or not slices else [op.outputs[0] for op in slices]
+    return tuple(results)
 
 
 def _stored_apart(forward: Fusion, results: int) -> Fusion:
@@ -112,11 +112,11 @@ def _stored_apart(forward: Fusion, results: int) -> Fusion:
     that nothing else reads.
     """
     fd = FusionDefinition()
-    made: dict[Any, Any] = {v: fd.define_like(v.type, forward.role(v)) for v in forward.inputs}
+    outputs: dict[Any, Any] = {v: fd.define_like(v.type, forward.role(v)) for v in forward.inputs}
     for op in forward.ops:
-        fd.copy(op, made)
+        fd.copy(op, outputs)
     for i, v in enumerate(forward.outputs):
-        fd.add_output(made[v] if i < results else _rounded_apart(fd, made[v]))
+        fd.add_output(outputs[v] if i < results else _rounded_apart(fd, outputs[v]))
     return fd.fusion()
 
 
@@ -182,26 +182,28 @@ def _whole(
     router_gradient: bool,
     names: Sequence[str],
 ) -> _Whole:
-    made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
+    results: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in _seeded(fusion)]
     seeds = [
         (v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs
     ]
     ops = [
-        replace(op, inputs=tuple(made.get(v, v) for v in op.inputs), outputs=fd.copy(op, made))
+        replace(
+            op, inputs=tuple(results.get(v, v) for v in op.inputs), outputs=fd.copy(op, results)
+        )
         for op in fusion.ops
     ]
-    leads = dependent(ops, {made[fusion.inputs[i]] for i in wrt})
+    leads = dependent(ops, {results[fusion.inputs[i]] for i in wrt})
     grads, rewritten = Gradients(fd, leads), []
     for value, seed in seeds:
-        grads.add(made[value], seed)
+        grads.add(results[value], seed)
     for op, copy in zip(reversed(fusion.ops), reversed(ops), strict=True):
         if any(v in grads for v in copy.outputs):
             with fd.at(op.source):
                 if _differentiate(fd, copy, grads, router_gradient):
                     rewritten.append(op)
     for i in wrt:
-        value = made[fusion.inputs[i]]
+        value = results[fusion.inputs[i]]
         if value not in grads:
             raise _no_derivative(fusion, fusion.inputs[i], names[i])
         fd.add_output(
@@ -209,16 +211,16 @@ def _whole(
         )
     straight = [op for op in ops if op.kind.name == "straight_through"]
     first = len(ops) - len(straight)
-    whole, inputs = _of_weights(fd.fusion()), tuple(made[v] for v in fusion.inputs)
+    whole, inputs = _of_weights(fd.fusion()), tuple(results[v] for v in fusion.inputs)
     later = made_again(whole.ops[first:], whole.outputs)
     copies = _copies(later, [seed for _, seed in seeds])
     forward = replace(
         whole,
         inputs=inputs,
         ops=(*whole.ops[:first], *copies),
-        outputs=tuple(made[v] for v in fusion.outputs),
+        outputs=tuple(results[v] for v in fusion.outputs),
     )
-    original = {new: v for v, new in reversed(made.items())} | {
+    original = {new: v for v, new in reversed(results.items())} | {
         v: v for op in copies for v in op.outputs
     }
     return _Whole(
@@ -270,10 +272,10 @@ def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     save the parts, those of transposed matrices, or codes by columns) or make these values.
     """
     by_seeds = dependent(later, seeds)
-    made = [
+    results = [
         op for op in later if op.kind.name in ("unpack", "transpose_blocks", "transpose_row_blocks")
     ]
-    parts = [v for op in made for v in op.outputs if v not in by_seeds]
+    parts = [v for op in results for v in op.outputs if v not in by_seeds]
     return made_again(later, parts)
 
 

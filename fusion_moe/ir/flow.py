@@ -47,12 +47,12 @@ def part(
         v: fd.define_like(v.type if v in fusion.inputs else _stored(v), fusion.role(v))
         for v in inputs
     }
-    made: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
 
     def of(v: Value) -> Value:
-        if v in passed and v not in made:
-            made[v] = as_it_was(passed[v], v.type)
-        return made[v]
+        if v in passed and v not in results:
+            results[v] = as_it_was(passed[v], v.type)
+        return results[v]
 
     def as_it_was(tensor: Value, type: TensorType) -> Value:
         if type.ends and tensor.type.ends is None:
@@ -62,7 +62,7 @@ def part(
         if tensor.type == type:
             return tensor
         ends = [fusion.ends[g] for g in type.partitions() if g in fusion.ends]
-        there = len(ends) == 1 and (ends[0] in passed or ends[0] in made)
+        there = len(ends) == 1 and (ends[0] in passed or ends[0] in results)
         if there and isinstance(type.shape[0], Rows):
             return fd.ops.partition(tensor, of(ends[0]))
         return fd.ops.reshape(tensor, new_shape=type.shape)
@@ -70,7 +70,7 @@ def part(
     for op in ops:
         for v in op.values:
             of(v)
-        fd.copy(op, made)
+        fd.copy(op, results)
     for v in outputs:
         fd.add_output(of(v))
     return fd.fusion()

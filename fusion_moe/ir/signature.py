@@ -111,9 +111,9 @@ def checked_operand(v: Any) -> Any:
         return float(v)  # a subclass may print differently
     if isinstance(v, int) and int(v) in _INT64:
         return int(v)
-    found, todo = _no_number(v)
+    actual, todo = _no_number(v)
     raise FusionError(
-        found, expected="a value of this Fusion, or an int, float or bool of 64 bits", todo=todo
+        actual, expected="a value of this Fusion, or an int, float or bool of 64 bits", todo=todo
     )
 
 

@@ -112,12 +112,12 @@ def _attr(value: Any) -> str:
 
 
 def _groups(fusion: Fusion) -> list[Groups]:
-    found = [
+    results = [
         g
         for v in fusion.values
         for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(results))
 
 
 @lru_cache(maxsize=512)

@@ -190,7 +190,7 @@ def check_problem(
     for group, (start, (m, *of), stored) in enumerate(
         zip(starts.tolist(), problem_sizes.tolist(), padded_starts.tolist(), strict=True)
     ):
-        for bad, found, expected in (
+        for bad, actual, expected in (
             (
                 not 0 <= m <= rows - end,
                 f"problem_sizes[{group}, 0] = {m} rows",
@@ -210,7 +210,7 @@ def check_problem(
         ):
             if bad:
                 raise GroupsError(
-                    found,
+                    actual,
                     expected=f"{expected}, for group {group} of {len(starts)}",
                     todo="offsets are group starts without the total; problem_sizes has a row for "
                     "each group, the last one too",

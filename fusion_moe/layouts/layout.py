@@ -76,10 +76,10 @@ class TensorLayout(Layout):
         """The inverse of `pack`."""
         *lead, n, packed_k = parts[0].shape
         k = encoding.elements(packed_k)
-        given = zip(encoding.parts, parts, strict=False)
+        argument = zip(encoding.parts, parts, strict=False)
         return tuple(
             self.inverse(t, encoding.part_shape(part, lead, n, k)) if part.of_blocks else t
-            for part, t in given
+            for part, t in argument
         )
 
 

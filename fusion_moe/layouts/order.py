@@ -70,11 +70,11 @@ class Order:
         strides = dict[int, int]()
         for place in reversed(self.places):
             strides[place] = prod(sizes[p] for p in strides)
-        found = [
+        results = [
             (prod(sizes[i + 1 : count if i < count else None]), size, strides[i])
             for i, size in enumerate(sizes)
         ]
-        return found[:count], found[count:]
+        return results[:count], results[count:]
 
     def place(self, r: int, c: int, columns: int) -> int:
         """Where item (r, c) of a matrix of so many columns lies, a multiple of a tile's."""
@@ -107,8 +107,8 @@ class Order:
         split = len(self.rows)
         order = [0, split + 1, *(p + 1 + (p >= split) for p in self.places)]
         axes = _inverse(order) if back else order
-        given = [sizes[i] for i in order] if back else sizes
-        moved = x.contiguous().view(*lead, *given, *item)
+        inputs = [sizes[i] for i in order] if back else sizes
+        moved = x.contiguous().view(*lead, *inputs, *item)
         dims = (*range(first), *(first + a for a in axes), *range(moved.dim() - items, moved.dim()))
         return moved.permute(dims).contiguous().view(x.shape)
 

@@ -74,14 +74,14 @@ class W16x64(Layout):
         order. ShapeError: see `why_not`.
         """
         self._check(parts[0], encoding)
-        given = zip(encoding.parts, map(plain, parts), strict=False)
-        return tuple(self._pack(part, t, encoding) for part, t in given)
+        argument = zip(encoding.parts, map(plain, parts), strict=False)
+        return tuple(self._pack(part, t, encoding) for part, t in argument)
 
     def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         self._check(parts[0], encoding)
-        given = zip(encoding.parts, map(plain, parts), strict=False)
-        return tuple(self._unpack(part, t, encoding) for part, t in given)
+        argument = zip(encoding.parts, map(plain, parts), strict=False)
+        return tuple(self._unpack(part, t, encoding) for part, t in argument)
 
     def _check(self, elements: Tensor, encoding: Encoding) -> None:
         n, k = elements.shape[-2], encoding.elements(elements.shape[-1])

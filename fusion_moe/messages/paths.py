@@ -32,11 +32,11 @@ def check_checkpoint(path: Path) -> None:
         return
     todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
     if exists(path) and path.is_file():
-        found, todo = "it is a file", f"name its directory, {path.parent}"
+        actual, todo = "it is a file", f"name its directory, {path.parent}"
     else:
-        found = f"no {CONFIG} in it" if exists(path) else "no such directory"
+        actual = f"no {CONFIG} in it" if exists(path) else "no such directory"
     raise CheckpointError(
-        found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path)
+        actual, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path)
     )
 
 

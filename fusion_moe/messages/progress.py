@@ -25,17 +25,17 @@ def progress(items: Iterable[T], what: str, total: int, sizes: Sequence[int] = (
     if not _is_first_rank():
         yield from items
         return
-    start = said = time.monotonic()
+    start = text = time.monotonic()
     at_once = sum(sizes) >= MUCH
     if at_once:
         _say(f"{what}: {total}, {amount(sum(sizes), 'B')}")
     for done, item in enumerate(items):
         now = time.monotonic()
-        if now - said > QUIET_SECONDS:
+        if now - text > QUIET_SECONDS:
             _say(_line(what, done, total, now - start, sizes))
-            said = now
+            text = now
         yield item
-    if at_once or said != start:
+    if at_once or text != start:
         _say(_line(what, total, total, time.monotonic() - start, sizes), last=True)
 
 
@@ -47,11 +47,11 @@ def _is_first_rank() -> bool:
 
 
 def _line(what: str, done: int, total: int, seconds: float, sizes: Sequence[int]) -> str:
-    said = f"{what}: {done} of {total}, {seconds:.0f} s"
+    text = f"{what}: {done} of {total}, {seconds:.0f} s"
     if sizes and seconds:
-        said += f", {amount(sum(sizes[:done]) / seconds, 'B')}/s"
+        text += f", {amount(sum(sizes[:done]) / seconds, 'B')}/s"
     share = sum(sizes[:done]) / sum(sizes) if sum(sizes) else done / total
-    return f"{said}, about {seconds / share - seconds:.0f} s left" if 0 < share < 1 else said
+    return f"{text}, about {seconds / share - seconds:.0f} s left" if 0 < share < 1 else text
 
 
 def _say(line: str, last: bool = False) -> None:

@@ -54,10 +54,10 @@ def bytes_of(size: int | str, name: str = "max_memory") -> int:
     """20, "20GiB" or "20GB" as bytes. OptionError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = _SIZE.match(size) if isinstance(size, str) else None
-    if found is None:
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match is None:
         raise OptionError(
             f"{name} = {size!r}", expected="a number of bytes, or a text such as '20GiB'"
         )
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _UNITS[match[2].upper()])

@@ -108,13 +108,13 @@ class Cuda:
         ids = tensors["ids"].view(torch.int32).view(-1, 1)
         w = tensors["weights"].view(torch.float32).view(-1, 1)
         powers = [2**i for i in range(shared.capacity.bit_length()) if 2**i < shared.capacity]
-        made, weights = [], list[Tensor]()
+        results, weights = [], list[Tensor]()
         for rows in (*powers, shared.capacity):
-            given = self.home.arguments(x[:rows], ids[:rows], w[:rows], self.home.tensors)
-            call = bind(SPECS["fused_experts"], (), given)
+            arguments = self.home.arguments(x[:rows], ids[:rows], w[:rows], self.home.tensors)
+            call = bind(SPECS["fused_experts"], (), arguments)
             weights = weights or [*call.tensors.values()][3:]
-            made.append((rows, host_program(call)))
-        return shared.model.layer(shared.model.programs(made), weights, self.home.in_files)
+            results.append((rows, host_program(call)))
+        return shared.model.layer(shared.model.programs(results), weights, self.home.in_files)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
@@ -163,9 +163,9 @@ class Cuda:
         for number, turn in self._in_slots(turns):
             part = slice(turn.first, turn.first + turn.size)
             placed = torch.where(turn_of[part] == number, slots[part], -1)[:, None]
-            given = x[tokens[part]], placed, weights[part]
-            made, ends, _, rows = self.steps(*given).rows(self._given(*given))
-            self.moves.put(made, ends, rows, y, to[part])
+            inputs = x[tokens[part]], placed, weights[part]
+            result, ends, _, rows = self.steps(*inputs).rows(self._given(*inputs))
+            self.moves.put(result, ends, rows, y, to[part])
         slot_of = torch.arange(count, dtype=torch.int32, device=self.device).view(ids.shape)
         return self.steps(x, slot_of, w).sum(y, slot_of, w)
 
@@ -291,27 +291,27 @@ class Cuda:
 
     def uses(self) -> Tensor:
         """As in `Device`, as far as they were read by now: it does not wait for steps."""
-        found = torch.zeros_like(self._told)
+        zeros_like = torch.zeros_like(self._told)
         if self._read.query():
             now = self._uses.long()
-            found, self._told = now - self._told, now
+            zeros_like, self._told = now - self._told, now
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.device(self.device), torch.cuda.stream(self._side):
                 self._uses.copy_(self.moves.uses, non_blocking=True)
                 self._read.record()
-        return found
+        return zeros_like
 
     @property
     def counters(self) -> Counters:
         """What steps have done. Waits for them."""
         c, shared = self.moves.counted(), self.shared
         missed = c["copied_rows"] + c["computed_rows"]
-        found = Counters(c["steps"], c["hits"], missed, c["copied"], c["computed"], self._loaded)
-        found += self._long
-        found.wait_ns = c["waited"]
-        found.bytes_copied = (found.copied + found.loaded) * self.moves.parts.nbytes
-        found.cpu_ns = shared.model.busy(self.moves.layer)
-        return found
+        counters = Counters(c["steps"], c["hits"], missed, c["copied"], c["computed"], self._loaded)
+        counters += self._long
+        counters.wait_ns = c["waited"]
+        counters.bytes_copied = (counters.copied + counters.loaded) * self.moves.parts.nbytes
+        counters.cpu_ns = shared.model.busy(self.moves.layer)
+        return counters
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:

@@ -87,9 +87,9 @@ class Home:
 
     def __init__(self, module: Experts):
         up, down = (module._operand(name, of_fold=False) for name in module.projections)
-        given = {"gate_up": up, "down": down, **module._arguments(_like_biases(module))}
-        self.tensors = {name: plain(t) for name, t in each_tensor(given)}
-        self._others = {name: v for name, v in given.items() if not _has_tensors(v)}
+        inputs = {"gate_up": up, "down": down, **module._arguments(_like_biases(module))}
+        self.tensors = {name: plain(t) for name, t in each_tensor(inputs)}
+        self._others = {name: v for name, v in inputs.items() if not _has_tensors(v)}
         self.experts = len(up[0])
         shapes = [module.shape_of(name) for name in module.projections]
         self.features = shapes[1][1]
@@ -134,14 +134,14 @@ class Home:
         self, x: Tensor, ids: Tensor, w: Tensor, tensors: Mapping[str, Tensor], **more: Any
     ) -> dict[str, Any]:
         """Those of a call of `fused_experts` with these tensors of experts."""
-        found: dict[str, Any] = {"x": x, "ids": ids, "w": w}
+        results: dict[str, Any] = {"x": x, "ids": ids, "w": w}
         for name, t in tensors.items():
             base, is_list, _ = name.partition("[")
             if is_list:
-                found.setdefault(base, []).append(t)
+                results.setdefault(base, []).append(t)
             else:
-                found[name] = t.to(x.dtype) if base in _CAST else t
-        return found | self._others | more
+                results[name] = t.to(x.dtype) if base in _CAST else t
+        return results | self._others | more
 
     def compute(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The operation itself, on the host."""

@@ -55,16 +55,16 @@ class OffloadedExperts(Experts):
         """A module with the parameters of another one, which lie on the CPU. make(home): the
         device.
         """
-        made: OffloadedExperts = cls.__new__(cls)
-        made.__dict__.update(module.__dict__)
+        result: OffloadedExperts = cls.__new__(cls)
+        result.__dict__.update(module.__dict__)
         module.order()
-        made.home = Home(made)
-        made.device, made.cache, made.every = make(made.home), cache, every
-        made._steps, made._changing, made._number = 0, threading.Lock(), next(_numbers)
-        made._uses, made._new = torch.zeros(2, made.home.experts, dtype=torch.int64)
-        _modules[made._number] = made
-        made.renew()
-        return made
+        result.home = Home(result)
+        result.device, result.cache, result.every = make(result.home), cache, every
+        result._steps, result._changing, result._number = 0, threading.Lock(), next(_numbers)
+        result._uses, result._new = torch.zeros(2, result.home.experts, dtype=torch.int64)
+        _modules[result._number] = result
+        result.renew()
+        return result
 
     def forward(
         self,
@@ -187,15 +187,15 @@ class OffloadedExperts(Experts):
 
 
 def _offloaded_experts(x: Tensor, ids: Tensor, w: Tensor, module: int) -> Tensor:
-    found = _modules.get(module)
-    if found is None:
+    entry = _modules.get(module)
+    if entry is None:
         raise UnsupportedError(
             "experts that were deleted",
             expected="the model whose graph this is",
             todo="keep the model while what was compiled of it is used",
             where="offloaded_experts",
         )
-    return found.step(x, ids, w)
+    return entry.step(x, ids, w)
 
 
 _LIBRARY = torch.library.Library("fusion_moe", "FRAGMENT")

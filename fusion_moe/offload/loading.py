@@ -63,15 +63,15 @@ def offloaded(
                 in_memory = sum(layer.whole for layer in plan.in_memory)
                 reading = pages.in_files(folder, after=in_memory)  # experts are read first
         with reading:
-            found = load(**left)
-        model = found[0] if isinstance(found, tuple) else found
+            result = load(**left)
+        model = result[0] if isinstance(result, tuple) else result
         offload_(model, memory, experts_device=where, kv_tokens=kv_tokens, offload_folder=folder)
     except UnsupportedError as error:
         if asked:
             raise
         log.warning("nothing is offloaded: %s", error)
         return None
-    return found
+    return result
 
 
 def _plan(

@@ -107,8 +107,8 @@ def of_gpu(device: str, home: Home) -> Machine:
         return EXPECTED["H100"]  # nothing is copied from there, so nothing is to be decided
     on = torch.device(device)
     name, copier = torch.cuda.get_device_name(on), Copier(on, home, _SOME)
-    found = measured(name, home, copier, lambda: starts(on))
-    return replace(found, gpu=_OF_MEMORY * cuda.device_facts(cuda.index_of(on)).memory_bandwidth)
+    result = measured(name, home, copier, lambda: starts(on))
+    return replace(result, gpu=_OF_MEMORY * cuda.device_facts(cuda.index_of(on)).memory_bandwidth)
 
 
 def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine:
@@ -155,15 +155,15 @@ def _products(home: Home, requester: Requester, *counts: int, rows: int = 1) -> 
     times: list[list[float]] = [[] for _ in counts]
     first = 0
     for _ in range(_REPEATS + 2):
-        for found, count in zip(times, counts, strict=True):
+        for result, count in zip(times, counts, strict=True):
             ids = torch.arange(first, first + count).repeat_interleave(rows)[:, None]
             x = torch.ones(len(ids), home.features, dtype=torch.bfloat16)
             before = requester.busy()
             if requester.computed(x, ids % home.experts, torch.ones(len(ids), 1)) is None:
                 raise WorkerError("the worker did not compute", where="offload")
-            found.append(float(requester.busy() - before))
+            result.append(float(requester.busy() - before))
             first += count
-    return [median(found[2:]) for found in times]  # the first ones learn the form
+    return [median(value[2:]) for value in times]  # the first ones learn the form
 
 
 def _copies(home: Home, copy: Copy, count: int) -> list[float]:

@@ -185,13 +185,13 @@ class Moves:
 
     def _begin(self, *dtypes: torch.dtype) -> Kernel:
         shared = 4 * (3 * self.experts + 2 * self.shared.capacity)
-        made = partial(Kernel, blocks=COPYING + HANDING, shared=shared, overlaps=True)
-        return self._kernel(dtypes, lambda: made(launches.begin_step(*dtypes)))
+        result = partial(Kernel, blocks=COPYING + HANDING, shared=shared, overlaps=True)
+        return self._kernel(dtypes, lambda: result(launches.begin_step(*dtypes)))
 
     def _end(self, weights: torch.dtype, slots: int) -> Kernel:
-        made = partial(Kernel, overlaps=True, threads=launches.SUMMING)
+        result = partial(Kernel, overlaps=True, threads=launches.SUMMING)
         form = self.shared.dtype, weights, slots, self.shared.features
-        return self._kernel((weights, slots), lambda: made(launches.end_step(*form)))
+        return self._kernel((weights, slots), lambda: result(launches.end_step(*form)))
 
     def _kernel(self, key: object, make: Callable[[], Kernel]) -> Kernel:
         if key not in self._kernels:

@@ -88,7 +88,7 @@ def offload_(
     experts = _experts(model)
     sizes = plans.Model.of_module(model, experts)
     ram = max_memory.get("cpu")
-    found = plans.make(
+    result = plans.make(
         sizes,
         memory,
         None if ram is None else bytes_of(ram),
@@ -97,16 +97,16 @@ def offload_(
         workspace=workspace(device),
         experts_device=experts_device,
     )
-    made = {}
-    if not found.whole:
-        made = _made(experts, found, _maker(device, found), every, offload_folder)
-    for name, module in made.items():
+    results = {}
+    if not result.whole:
+        results = _made(experts, result, _maker(device, result), every, offload_folder)
+    for name, module in results.items():
         model.set_submodule(name, module)
     model.requires_grad_(False)
     if device != PRETENDED:
         model.to(device)
-    log.info("%s", found)
-    return found
+    log.info("%s", result)
+    return result
 
 
 @torch.inference_mode(False)  # steps write into what is made here, in whatever mode
@@ -118,7 +118,7 @@ def _made(
     folder: str | Path | None,
 ) -> dict[str, OffloadedExperts]:
     """The modules that take the place of others."""
-    found, in_memory = {}, {*list(experts)[: len(plan.in_memory)]}
+    results, in_memory = {}, {*list(experts)[: len(plan.in_memory)]}
     for name, slots in progress(
         zip(experts, plan.slots, strict=True), "filling slots", len(experts)
     ):
@@ -129,8 +129,8 @@ def _made(
                 _into_files(module := experts[name].to("cpu"))
         cached = slots - plan.spare
         cache = Cache(len(module.down_proj), cached, plan.turning)
-        found[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every)
-    return found
+        results[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every)
+    return results
 
 
 def _into_files(module: Experts) -> None:
@@ -158,14 +158,14 @@ def learn_(model: nn.Module) -> int:
     graphs, in which no Python runs. Call it between steps. Returns how many experts were copied.
     UnsupportedError for a model without offloaded experts.
     """
-    if not (found := _offloaded(model)):
+    if not (offloaded := _offloaded(model)):
         raise UnsupportedError(
             f"no offloaded experts in a {type(model).__name__}",
             expected="at least one layer of them",
             todo="offload_(model, max_memory) first",
             where="learn_",
         )
-    return sum(module.learn() for module in found.values())
+    return sum(module.learn() for module in offloaded.values())
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -194,13 +194,13 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
 @plugins.noted
 def _noted(model: nn.Module) -> str:
     """What `fusion_moe.explain` says of a model: its graphs have one call for each such layer."""
-    found = _offloaded(model).values()
-    if not found:
+    result = _offloaded(model).values()
+    if not result:
         return ""
-    here = sum(int((m.cache.expert_map >= 0).sum()) for m in found)
+    here = sum(int((m.cache.expert_map >= 0).sum()) for m in result)
     return (
-        f"the experts of {count(len(found), 'layer')} are offloaded, {here} of "
-        f"{sum(m.home.experts for m in found)} are on the device: a step is {STEPS}; "
+        f"the experts of {count(len(result), 'layer')} are offloaded, {here} of "
+        f"{sum(m.home.experts for m in result)} are on the device: a step is {STEPS}; "
         "fusion_moe.offload.explain(model, ...) prints its programs, what a call copies, and what "
         "the host computes"
     )
@@ -257,8 +257,8 @@ def device_and_bytes(max_memory: Memory) -> tuple[str, int]:
 
 def _experts(model: nn.Module) -> dict[str, Experts]:
     """The experts of a model. UnsupportedError for others than those that can be offloaded."""
-    found = {n: m for n, m in model.named_modules() if isinstance(m, Projections)}
-    for name, module in found.items():
+    results = {n: m for n, m in model.named_modules() if isinstance(m, Projections)}
+    for name, module in results.items():
         why = ""
         if isinstance(module, OffloadedExperts):
             why = "offloaded already"
@@ -276,16 +276,16 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
                 expected="whole experts of one operation, as they were loaded or quantized",
                 where=_WHERE,
             )
-    if not found or "" in found:
+    if not results or "" in results:
         raise UnsupportedError(
             f"no experts of fusion_moe.nn in a {type(model).__name__}"
-            if not found
+            if not results
             else f"{type(model).__name__} itself",
             expected="a model with experts in few bits",
-            todo="fusion_moe.quantize_(model) first" if not found else "put it into a module",
+            todo="fusion_moe.quantize_(model) first" if not results else "put it into a module",
             where=_WHERE,
         )
-    return {name: module for name, module in found.items() if isinstance(module, Experts)}
+    return {name: module for name, module in results.items() if isinstance(module, Experts)}
 
 
 def _maker(device: str, plan: plans.Plan) -> Maker:
@@ -306,8 +306,8 @@ def _maker(device: str, plan: plans.Plan) -> Maker:
         if not shared:
             shared.append(shared_of(home, torch.device(device), limit=LIMIT + slow))
         costs = _costs(machines.of_gpu(device, home), home)
-        made: Any = Cuda(home, slots, spare, costs, shared[0], device)
-        return made
+        result: Any = Cuda(home, slots, spare, costs, shared[0], device)
+        return result
 
     return lambda slots, spare: partial(make, slots=slots, spare=spare)
 

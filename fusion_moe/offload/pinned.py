@@ -50,10 +50,10 @@ _all: WeakValueDictionary[tuple[int, int], Pinned] = WeakValueDictionary()
 def pinned(t: Tensor) -> Pinned:
     """The same for all who pin the same memory, which the driver pins once."""
     key = t.data_ptr(), t.nbytes
-    found = _all.get(key)
-    if found is None:
-        found = _all[key] = Pinned(t)
-    return found
+    entry = _all.get(key)
+    if entry is None:
+        entry = _all[key] = Pinned(t)
+    return entry
 
 
 class Staging:

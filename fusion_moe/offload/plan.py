@@ -79,10 +79,10 @@ class Model:
             if predicts_further_tokens(name, config):
                 continue
             nbytes = of_eight_bits.get(name, entry.nbytes)
-            if found := _EXPERTS.match(name):
-                of_layer = int(found[2]) + 1 if found[2] else (*entry.shape, 0)[0]
-                counts[found[1]] = max(counts[found[1]], of_layer)
-                sizes[found[1]] += nbytes
+            if match := _EXPERTS.match(name):
+                of_layer = int(match[2]) + 1 if match[2] else (*entry.shape, 0)[0]
+                counts[match[1]] = max(counts[match[1]], of_layer)
+                sizes[match[1]] += nbytes
                 dtypes.add(entry.dtype)
             else:
                 rest += nbytes
@@ -253,8 +253,8 @@ def make(
     if slots < 3:
         needed = f"{parts}, and 3 experts of each layer"
         raise _too_small(device_memory, kept + 3 * each, needed, where)
-    found = tuple(min(slots, layer.experts) for layer in model.layers)
-    return Plan(model, found, spare, turning, kv_tokens, device_memory, ram, in_files)
+    results = tuple(min(slots, layer.experts) for layer in model.layers)
+    return Plan(model, results, spare, turning, kv_tokens, device_memory, ram, in_files)
 
 
 def _in_files(model: Model, ram: int | None, disk: int | None, where: str) -> int:
@@ -321,7 +321,7 @@ def _of_eight_bits(directory: Directory) -> dict[str, int]:
     """Bytes in memory of the tensors of weights in 8-bit floats, by name: scales of blocks are
     stored for each row, and linear layers beside weights of fewer bits become floats of 16.
     """
-    stored, found = weights_in(directory), dict[str, int]()
+    stored, results = weights_in(directory), dict[str, int]()
     stay = all_eight_bits(stored)
     for weight in stored.values():
         scheme, (*lead, n, k) = weight.scheme, weight.shape
@@ -332,8 +332,8 @@ def _of_eight_bits(directory: Directory) -> dict[str, int]:
             encoding = scheme.encoding
             shapes = {p: encoding.part_shape(p, tuple(lead), n, k) for p in encoding.parts}
             held = {p.name: prod(shape) * p.dtype.itemsize for p, shape in shapes.items()}
-        found |= {entry.name: held.get(part, 0) for part, entry in weight.entries.items()}
-    return found
+        results |= {entry.name: held.get(part, 0) for part, entry in weight.entries.items()}
+    return results
 
 
 def _no_experts(where: str) -> UnsupportedError:

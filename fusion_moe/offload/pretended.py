@@ -69,9 +69,9 @@ class Pretended:
         y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
         for first in range(room, len(decided.copied), room):  # what the first turn left at zero
             self._bring(decided.copied[first : first + room], table.fill_(-1))
-            made, ends, _, rows = steps.rows(self.home.given(x, ids, w, self.slots, table))
+            result, ends, _, rows = steps.rows(self.home.given(x, ids, w, self.slots, table))
             there = rows < ends[-1]
-            y[slot_of[there].long()] = made[rows[there].long()]
+            y[slot_of[there].long()] = result[rows[there].long()]
         if decided.computed:
             self._compute(x, ids, w, decided.computed, y, slot_of)
         return steps.sum(y, slot_of, w)
@@ -95,9 +95,9 @@ class Pretended:
         tokens = missed.nonzero()[:, 0]
         weights = w[missed] if self.home.weighs_input else w.new_ones(len(tokens))
         start = time.perf_counter_ns()
-        made = self._hand_over(x[tokens], ids[missed][:, None], weights[:, None])
+        hand_over = self._hand_over(x[tokens], ids[missed][:, None], weights[:, None])
         self.counters.cpu_ns += time.perf_counter_ns() - start
-        y[slot_of[missed].long()] = made
+        y[slot_of[missed].long()] = hand_over
 
     def _hand_over(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The host's rows, by the worker if they fit into the request ring."""
@@ -106,8 +106,8 @@ class Pretended:
         if key not in self._requesters:
             self._requesters[key] = _requester_of(self.home, x.dtype)
         requester = self._requesters[key]
-        made = requester.computed(x, ids, w) if requester and len(x) <= CAPACITY else None
-        return self.home.compute(x, ids, w) if made is None else made
+        computed = requester.computed(x, ids, w) if requester and len(x) <= CAPACITY else None
+        return self.home.compute(x, ids, w) if computed is None else computed
 
     def _count(self, decided: Split, uses: Tensor, expert_map: Tensor) -> None:
         c, here = self.counters, int(uses[expert_map >= 0].sum())
@@ -135,9 +135,9 @@ class Pretended:
     def uses(self) -> Tensor:
         """As in `Device`."""
         with self._running:
-            found = self._uses.clone()
+            result = self._uses.clone()
             self._uses.zero_()
-        return found
+        return result
 
 
 def _requester_of(home: Home, dtype: torch.dtype) -> Requester | None:

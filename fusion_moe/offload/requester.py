@@ -31,13 +31,13 @@ class Requester:
         )
         self._ids = tensors["ids"].view(torch.int32).view(-1, 1)
         self._weights = tensors["weights"].view(torch.float32).view(-1, 1)
-        made, given = [], list[Tensor]()
+        results, inputs = [], list[Tensor]()
         for rows in (2**i for i in range(CAPACITY.bit_length())):
             taken = self._rows[:rows], self._ids[:rows], self._weights[:rows]
             call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
-            given = [*call.tensors.values()][3:]
-            made.append((rows, host_program(call)))
-        self._layer = self._model.layer(self._model.programs(made), given, home.in_files)
+            inputs = [*call.tensors.values()][3:]
+            results.append((rows, host_program(call)))
+        self._layer = self._model.layer(self._model.programs(results), inputs, home.in_files)
 
     def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
         """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""

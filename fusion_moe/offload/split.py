@@ -92,15 +92,15 @@ def _times(rows: list[int], constants: Constants, room: int, most: int, there: i
         alone.append(alone[-1] + constants.computed(n))
         beside.append(beside[-1] + constants.computed(n, beside=True))
     count = len(rows)
-    found = [constants.cpu_start + alone[count] if rows else 0]
+    results = [constants.cpu_start + alone[count] if rows else 0]
     for k in range(1, most + 1):
         gpu = _copied(k, constants, room, there)
-        found.append(
+        results.append(
             sum(gpu)
             if k == count
             else _both(k, alone[count - k], beside[count - k], gpu, constants)
         )
-    return found
+    return results
 
 
 def _copied(count: int, constants: Constants, room: int, there: int) -> tuple[int, int]:

@@ -61,8 +61,8 @@ class Steps:
 
     def sum(self, y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
         """The rows of each token, in the order of its slots -> [T, H]."""
-        given = [y, slot_of, w] if self.weighs else [y, slot_of]
-        return torch.ops.fusion_moe.run(self.add, given, [len(slot_of)])[0]
+        inputs = [y, slot_of, w] if self.weighs else [y, slot_of]
+        return torch.ops.fusion_moe.run(self.add, inputs, [len(slot_of)])[0]
 
     def __str__(self) -> str:
         rows = "\n".join(f"# {name:<10}{where:<16}{what}" for name, where, what in _STEPS)

@@ -63,9 +63,9 @@ class Turnaround:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             steps()
-        found = median(_times(graph.replay)) / _STEPS
+        value = median(_times(graph.replay)) / _STEPS
         synchronize()
-        return found
+        return value
 
 
 class Copier:
@@ -100,22 +100,22 @@ class Copier:
 
 def starts(device: torch.device) -> tuple[int, int]:
     """Nanoseconds to hand a row over and to wait for it, and to copy a small expert."""
-    found = []
+    results = []
     with torch.cuda.device(device):
         for copies in (False, True):
             one = Turnaround(device, 4096, 1, 8, copies)
-            found.append(max(1000, int(one.nanoseconds(1) - one.nanoseconds(0))))
-    return found[0], found[1]
+            results.append(max(1000, int(one.nanoseconds(1) - one.nanoseconds(0))))
+    return results[0], results[1]
 
 
 def _times(run: Callable[[], object]) -> list[float]:
     """Nanoseconds on the GPU."""
-    found = []
+    results = []
     for _ in range(_REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e6)
-    return found
+        results.append(begin.elapsed_time(end) * 1e6)
+    return results

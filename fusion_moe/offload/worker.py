@@ -49,10 +49,10 @@ class Worker:
     def of_process(cls, idle: int = _IDLE) -> Worker:
         """The one of this process, on all CPUs but two. idle: of one that this starts."""
         with _starting:
-            found = cls._of_process
-            if found is None or found._process != os.getpid() or not found.stop.alive:
-                found = cls._of_process = Worker(max(1, bandwidth.cpus() - _SPARE), idle)
-            return found
+            result = cls._of_process
+            if result is None or result._process != os.getpid() or not result.stop.alive:
+                result = cls._of_process = Worker(max(1, bandwidth.cpus() - _SPARE), idle)
+            return result
 
     def model(self, staging: Staging) -> Model:
         """Registers a request ring: `staging` has those arrays that `request_buffers` names."""
@@ -94,10 +94,10 @@ class Model:
         numbers = [*counted([t.data_ptr() for t in weights]), len(in_files)]
         for t in in_files:
             numbers += [t.data_ptr(), t[0].nbytes]
-        found = library().offload_layer(
+        offload_layer = library().offload_layer(
             self.worker.handle, self.handle, programs, *_numbers(numbers)
         )
-        return int(found)
+        return int(offload_layer)
 
     def busy(self, layer: int) -> int:
         """Nanoseconds in which the worker computed a layer, so far."""
@@ -111,8 +111,8 @@ class Model:
 
     def wait(self, request: int, seconds: float) -> str:
         """Waits for its answer. Why there is none; "" if there is."""
-        found = library().offload_await(self.handle, request, int(seconds * 1e9))
-        return WHY.get(found, "")
+        offload_await = library().offload_await(self.handle, request, int(seconds * 1e9))
+        return WHY.get(offload_await, "")
 
 
 def request_buffers(rows: int, row_bytes: int) -> dict[str, int]:
@@ -135,7 +135,7 @@ def nothing(rows: int) -> list[int]:
 @cache
 def library() -> ctypes.CDLL:
     """worker.cpp. BuildError without a compiler."""
-    made = build.load(
+    result = build.load(
         SOURCE.read_text(encoding="utf-8"),
         name="offload_worker",
         isa_level="generic",
@@ -155,9 +155,9 @@ def library() -> ctypes.CDLL:
         ("await", [address, ctypes.c_ulonglong, number], ctypes.c_int),
         ("busy", [address, address, number], number),
     ):
-        function = getattr(made, f"offload_{name}")
+        function = getattr(result, f"offload_{name}")
         function.argtypes, function.restype = takes, gives
-    return made
+    return result
 
 
 def _remove(worker: Worker, handle: int, staging: Staging) -> None:

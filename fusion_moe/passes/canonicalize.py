@@ -115,8 +115,10 @@ def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Val
         source, below = below, _gathered_before(fd, op, below)
     if source is None:
         return None
-    (made,) = fd.append(op.kind, [source, index], op.attrs)
-    return (made if source.type.dtype == x.type.dtype else fd.ops.cast(made, dtype=x.type.dtype),)
+    (result,) = fd.append(op.kind, [source, index], op.attrs)
+    return (
+        result if source.type.dtype == x.type.dtype else fd.ops.cast(result, dtype=x.type.dtype),
+    )
 
 
 def _gathered_before(fd: FusionDefinition, op: Op, x: Value) -> Value | None:

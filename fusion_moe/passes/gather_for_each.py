@@ -20,10 +20,10 @@ def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
     ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
     if not copies:
         return fusion
-    made = [
+    results = [
         each for old, op in zip(fusion.ops, ops, strict=True) for each in (op, *copies.get(old, ()))
     ]
-    return replace(fusion, ops=tuple(made)).verify()
+    return replace(fusion, ops=tuple(results)).verify()
 
 
 def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:

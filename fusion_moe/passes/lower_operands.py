@@ -65,8 +65,11 @@ def _by_columns(op: Op, target: Target) -> bool:
 
 
 def _is_turned(fd: FusionDefinition, v: Value) -> bool:
-    made = fd.producer(v)
-    return made is not None and fd.producer(made.values[0], "untranspose_row_blocks") is not None
+    producer = fd.producer(v)
+    return (
+        producer is not None
+        and fd.producer(producer.values[0], "untranspose_row_blocks") is not None
+    )
 
 
 def _rule(
@@ -79,10 +82,10 @@ def _rule(
         # from one read of picked rows, beside their copy for wgrad
         a, w = (eight_bits.in_parts(fd, v) for v in inputs[:2])
         if op.kind.name == "grouped_mm_t":
-            made = fd.producer(w)
-            assert made is not None
+            producer = fd.producer(w)
+            assert producer is not None
             w = fd.ops.pack(
-                *fd.ops.transpose_blocks(*made.values), encoding=w.type.dtype, layout="linear"
+                *fd.ops.transpose_blocks(*producer.values), encoding=w.type.dtype, layout="linear"
             )
         return [fd.ops.grouped_mm(a, w, inputs[2])]
     if _by_columns(op, target):
@@ -101,8 +104,8 @@ def _rule(
 
 
 def _in_memory(fd: FusionDefinition, v: Value) -> Value:
-    made = fd.producer(v, "quantize")
-    if made is None or len(made.values) > 1:
+    producer = fd.producer(v, "quantize")
+    if producer is None or len(producer.values) > 1:
         return v
     if (picked := _picked(fd, v)) is None:
         return eight_bits.in_parts(fd, v)

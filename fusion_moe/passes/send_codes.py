@@ -21,9 +21,9 @@ def send_codes(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `quantize` before each `dispatch` whose rows are only picked to be
     quantized, to an encoding that the target's products read.
     """
-    found = {op: _only_read_in(fusion, op) for op in fusion.ops}
+    results = {op: _only_read_in(fusion, op) for op in fusion.ops}
     read = {ROWS.get(form) for form in target.activation_formats}
-    sent = {op: encoding for op, encoding in found.items() if encoding and encoding.name in read}
+    sent = {op: encoding for op, encoding in results.items() if encoding and encoding.name in read}
     return rewrite(fusion, partial(_rule, sent, {})) if sent else fusion
 
 
@@ -32,14 +32,14 @@ def _only_read_in(fusion: Fusion, op: Op) -> Encoding | None:
     rows = op.outputs[0]
     if op.kind.name != "dispatch" or len(op.outputs) > 4 or rows in fusion.outputs:
         return None
-    found: set[Encoding | None] = set()
+    results: set[Encoding | None] = set()
     for gather in fusion.readers.get(rows, ()):
         picks = gather.kind.name == "index_select" and gather.attrs["dim"] == 0
         (picked,) = gather.outputs
         if not picks or picked in fusion.outputs:
             return None
-        found |= {_of_rows(reader) for reader in fusion.readers.get(picked, ())}
-    encoding = found.pop() if len(found) == 1 else None
+        results |= {_of_rows(reader) for reader in fusion.readers.get(picked, ())}
+    encoding = results.pop() if len(results) == 1 else None
     return encoding if encoding and _in_pieces(encoding, known(rows.type.shape[1])) else None
 
 
@@ -65,9 +65,9 @@ def _rule(
     if op in sent:
         x, *others = inputs
         codes, *beside = fd.ops.unpack(fd.ops.quantize(x, encoding=sent[op].name))
-        made = fd.append(op.kind, [codes, *others, *beside], op.attrs)
-        scales[made[0]] = made[4:]
-        return made[:4]
+        result = fd.append(op.kind, [codes, *others, *beside], op.attrs)
+        scales[result[0]] = result[4:]
+        return result[:4]
     gather = fd.producer(inputs[0], "index_select") if op.kind.name == "quantize" else None
     if gather is None or gather.values[0] not in scales:
         return None

@@ -192,10 +192,10 @@ _PARTS: Mapping[str, Any] = {
 def of_json(text: str | bytes, where: str) -> RunData:
     """What `to_json` wrote. OptionError for anything else."""
     try:
-        found = json.loads(text)
+        loads = json.loads(text)
     except ValueError:
-        found = None
-    fields: dict[str, Any] = found if isinstance(found, dict) else {}
+        loads = None
+    fields: dict[str, Any] = loads if isinstance(loads, dict) else {}
     schema = "events for Perfetto" if "traceEvents" in fields else fields.pop("schema", "no schema")
     try:
         if schema == SCHEMA:
@@ -216,24 +216,24 @@ def merged(runs: Iterable[RunData]) -> RunData:
     """The runs of several ranks as one: everything of each, under its rank. Steps are those of the
     slowest rank. OptionError for none, and for different numbers of steps.
     """
-    found = tuple(runs)
-    if len({run.stepped for run in found}) != 1:
-        steps = (f"rank {r} with {count(run.stepped, 'step')}" for r, run in enumerate(found))
+    results = tuple(runs)
+    if len({run.stepped for run in results}) != 1:
+        steps = (f"rank {r} with {count(run.stepped, 'step')}" for r, run in enumerate(results))
         raise OptionError(
             ", ".join(steps) or "no run",
             expected="one run, as each rank saw it",
             where="Run.merged",
         )
     ranked: dict[str, Any] = {
-        name: tuple(replace(x, rank=r) for r, run in enumerate(found) for x in getattr(run, name))
+        name: tuple(replace(x, rank=r) for r, run in enumerate(results) for x in getattr(run, name))
         for name in _PARTS
     }
-    slowest = max(found, key=lambda run: run.step or 0)
+    slowest = max(results, key=lambda run: run.step or 0)
     return replace(
         slowest,
         **ranked,
-        seconds=max(run.seconds for run in found),
-        missed=sum(run.missed for run in found),
-        ranks=len(found),
-        machine=next((run.machine for run in found if run.void), slowest.machine),
+        seconds=max(run.seconds for run in results),
+        missed=sum(run.missed for run in results),
+        ranks=len(results),
+        machine=next((run.machine for run in results if run.void), slowest.machine),
     )

@@ -60,9 +60,9 @@ class Profile:
     @classmethod
     def of(cls, profiler: Profiler, run: float, tiles: Sequence[Tile]) -> Profile:
         """What a profiler saw that has stopped. run: when the run began, of time.time()."""
-        made: Any = profiler.profiler
-        start = made.kineto_results.trace_start_ns() / 1e9 - run
-        return cls(list(made.function_events), start, tiles)
+        result: Any = profiler.profiler
+        start = result.kineto_results.trace_start_ns() / 1e9 - run
+        return cls(list(result.function_events), start, tiles)
 
     def spans(self, device: torch.device) -> list[Span]:
         """On a GPU all of its work, on a CPU operations of torch that are inside of no other; on a
@@ -73,8 +73,8 @@ class Profile:
         others = [
             e for e in seen if not (_OURS.match(e.name) or (e.cpu_parent and _is_cpu(device)))
         ]
-        made = [self._span(e, _KERNELS) for e in ours]
-        return sorted(made + [self._span(e, device.type) for e in others], key=lambda s: s.start)
+        results = [self._span(e, _KERNELS) for e in ours]
+        return sorted(results + [self._span(e, device.type) for e in others], key=lambda s: s.start)
 
     def tile_spans(self, device: torch.device) -> list[Span]:
         """Tiles by multiprocessor, on more than one line where they overlap. The GPU's clock is
@@ -82,14 +82,14 @@ class Profile:
         """
         names, until = {t.kernel for t in self.tiles}, dict[str, int]()
         seen = (s.start for s in self.spans(device) if s.name in names)
-        offset, found = next(seen, self.start), list[Span]()
+        offset, results = next(seen, self.start), list[Span]()
         tiles = sorted(self.tiles, key=lambda t: t.begin)
         for t in tiles:
             lines = (f"multiprocessor {t.multiprocessor}.{i}" for i in count())
             line = next(line for line in lines if until.get(line, 0) <= t.begin)
             until[line], begin = t.end, (t.begin - tiles[0].begin) / 1e9
-            found.append(Span(t.kernel, line, offset + begin, (t.end - t.begin) / 1e9))
-        return found
+            results.append(Span(t.kernel, line, offset + begin, (t.end - t.begin) / 1e9))
+        return results
 
     def window(self, device: torch.device) -> tuple[float, list[Span]]:
         """How long it lasted, and when nothing ran meanwhile."""

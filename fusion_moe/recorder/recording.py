@@ -165,8 +165,8 @@ class _Recorder:
                 # offloaded experts are called several times in a step
                 again, self.last = bool(self.before) and address == self.last, address
                 if name and name not in self.before:
-                    made = _ends(program, tensors, sizes) if ends is None else ends
-                    self._counts_of(name, made).add(made)
+                    result = _ends(program, tensors, sizes) if ends is None else ends
+                    self._counts_of(name, result).add(result)
                 if self.first is None:
                     self.first = address
                     self._publish()

@@ -131,16 +131,16 @@ class Comparison(Shown):
         """A line for each."""
         lines = ["fusion_moe.record"]
         for letter, name, run in zip("AB", self.names, (self.before, self.after), strict=True):
-            said = ", ".join(filter(None, (name, run.of, run.target, run.made, run.where)))
-            lines.append(f"  {letter}  {textwrap.shorten(said, width - 5, placeholder=' ...')}")
+            text = ", ".join(filter(None, (name, run.of, run.target, run.made, run.where)))
+            lines.append(f"  {letter}  {textwrap.shorten(text, width - 5, placeholder=' ...')}")
             if run.void:
                 note = f"! times of {letter} are void: {run.void}"
                 lines += textwrap.wrap(note, width, subsequent_indent="  ")
         lines.append("")
         room = min(width - _NUMBERS, max(len(name) for name, *_ in self.changes))
-        for name, before, after, said in self.changes:
+        for name, before, after, text in self.changes:
             short = textwrap.shorten(name, room, placeholder=" ...")
-            lines.append(f"  {short:<{room}}{before:>10} -> {after:<10}{said}".rstrip())
+            lines.append(f"  {short:<{room}}{before:>10} -> {after:<10}{text}".rstrip())
         return "\n".join(lines)
 
 
@@ -192,6 +192,6 @@ def _times(
     name: str, before: float | None, after: float | None, why: str
 ) -> tuple[str, str, str, str]:
     """why: they say nothing about each other, or ""."""
-    said = f"{ratio(before / after)}x as fast" if before and after else ""
+    text = f"{ratio(before / after)}x as fast" if before and after else ""
     was, now = (duration(s) if s else "?" for s in (before, after))
-    return name, was, now, why or said
+    return name, was, now, why or text

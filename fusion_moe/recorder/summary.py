@@ -17,8 +17,12 @@ def summary(run: RunData, width: int) -> str:
     title = f"fusion_moe.record: {run.of} on {run.target}"
     parts = [
         [title, f"  {', '.join(filter(None, (run.made, run.where)))}"],
-        ["run", *(f"  {name:<16}{said}" for name, said in facts(run))],
-        [line for said in notes(run) for line in textwrap.wrap(said, width, initial_indent="! ")],
+        ["run", *(f"  {name:<16}{text}" for name, text in facts(run))],
+        [
+            line
+            for message in notes(run)
+            for line in textwrap.wrap(message, width, initial_indent="! ")
+        ],
         list(_kernels(run, width)),
         list(_gaps(run, width)),
     ]
@@ -66,11 +70,11 @@ def _kernels(run: RunData, width: int) -> Iterator[str]:
     names = called(kernels)[:KERNELS]
     across = max(map(len, [*names, "program0.0  "]))
     for k, name in zip(kernels, names, strict=False):
-        said = f"{k.whole / whole:>5.0%}{duration(k.seconds):>10}  {against(k, run):<21}"
+        text = f"{k.whole / whole:>5.0%}{duration(k.seconds):>10}  {against(k, run):<21}"
         head = f"  {name:<{across}}  "
-        room = max(width - len(head) - len(said), 12)
+        room = max(width - len(head) - len(text), 12)
         ops = textwrap.shorten(k.ops, room - 1, placeholder=" ...")
-        yield f"{head}{ops:<{room}}{said}".rstrip()
+        yield f"{head}{ops:<{room}}{text}".rstrip()
 
 
 def called(kernels: Sequence[KernelRun]) -> list[str]:
@@ -95,5 +99,5 @@ def _gaps(run: RunData, width: int) -> Iterator[str]:
     if run.window:
         yield f"nothing ran for {run.idle / run.window:.0%} of {duration(run.window)}; the longest"
     for gap in run.gaps[:_GAPS]:
-        said = textwrap.shorten(gap.name, width - 14, placeholder=" ...")
-        yield f"  {duration(gap.seconds):<10}{said}"
+        text = textwrap.shorten(gap.name, width - 14, placeholder=" ...")
+        yield f"  {duration(gap.seconds):<10}{text}"

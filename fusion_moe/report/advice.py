@@ -15,9 +15,9 @@ from .build import Seen
 
 def advice_on(owner: Any, seen: Seen) -> Iterator[str]:
     """What to do next, in the order of what it gains."""
-    for found in seen.breaks:
-        where = found.source or "an unknown line"
-        yield f"mend the graph break at {where} ({found.why.partition(': ')[0]})"
+    for result in seen.breaks:
+        where = result.source or "an unknown line"
+        yield f"mend the graph break at {where} ({result.why.partition(': ')[0]})"
     if not isinstance(owner, torch.nn.Module):
         return
     if seen.float_experts:
@@ -29,13 +29,13 @@ def advice_on(owner: Any, seen: Seen) -> Iterator[str]:
 
 def _unknown_experts(model: torch.nn.Module, names: set[str]) -> Iterator[str]:
     """Classes with such weights that `quantize_` does not know, each once."""
-    told = set[type]()
+    message = set[type]()
     for name, module in model.named_modules():
         mine = {f"{name}.{p}".lstrip(".") for p, _ in module.named_parameters(recurse=False)}
         of = type(module)
-        if of in told or not mine & names or converter_of(module):
+        if of in message or not mine & names or converter_of(module):
             continue
-        told.add(of)
+        message.add(of)
         why = f" ({refused})" if (refused := why_refused(module)) else ""
         yield (
             f"write a converter of {of.__name__}, which nothing here knows{why}: "

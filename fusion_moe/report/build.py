@@ -64,8 +64,8 @@ class Seen:
         """Adds a graph: what is found in it, and its operations that neither belong to torch nor
         have a translator.
         """
-        found = find_regions(graph, switches)
-        self.graphs.append(found)
+        regions = find_regions(graph, switches)
+        self.graphs.append(regions)
         ops = [op for n in graph.nodes if (op := called_op(n))]
         self.custom_ops.update(
             (op.name(), None)
@@ -73,7 +73,7 @@ class Seen:
             if op.namespace not in ("aten", "prims", "prim", "inductor")
             and not translate.find(op.name())
         )
-        return found
+        return regions
 
     def add_float_experts(self, names: Iterable[str]) -> None:
         """Adds names of expert weights in floating point."""
@@ -184,21 +184,21 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
     kernels = ran.program.kernels if ran else [None] * len(lowered.segments)
     with options.using(wanted.switches):
-        made = [
+        results = [
             made_of(s, wanted.target, wanted.why_not, kernel)
             for s, kernel in zip(lowered.segments, kernels, strict=True)
         ]
     fusion = lowered.stages[-1][1]
     more: dict[str, Any] = {}
-    if any(m.backend == cuda.NAME for m in made) and set(fusion.symbols) <= set(env):
-        made, more = on_gpu(fusion, made, env, wanted.gpu)
+    if any(m.backend == cuda.NAME for m in results) and set(fusion.symbols) <= set(env):
+        results, more = on_gpu(fusion, results, env, wanted.gpu)
     if is_backward(region.nodes[0].graph):
         more.update(backward=True, made_again=made_again(region), rewritten=rewritten(region))
-    times = ran.kernels if ran and ran.kernels else [None] * len(made)
+    times = ran.kernels if ran and ran.kernels else [None] * len(results)
     ways = ran.ways if ran else {}
     segments = tuple(
         replace(_segment(id, i, lowered, m, env, wanted), measured=measured)
-        for i, (m, measured) in enumerate(zip(made, times, strict=True))
+        for i, (m, measured) in enumerate(zip(results, times, strict=True))
     )
     makers_ = {v: s.id for x, s in zip(lowered.segments, segments, strict=True) for v in x.outputs}
     return FusionReport(

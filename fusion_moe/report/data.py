@@ -290,9 +290,9 @@ class ReportData:
             ("bf16", [f.bf16 for f in self.fusions]),
         )
         return {
-            way: sum(m.seconds * f.times for m, f in zip(found, self.fusions, strict=True) if m)
-            for way, found in ways
-            if found and all(found) and not self.void
+            way: sum(m.seconds * f.times for m, f in zip(result, self.fusions, strict=True) if m)
+            for way, result in ways
+            if result and all(result) and not self.void
         }
 
     @property

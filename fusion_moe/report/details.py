@@ -151,8 +151,8 @@ _EMULATED = (
 
 def _saved(report: ReportData) -> Iterable[tuple[str, str]]:
     yield from ((x.name, _tensor(x, "an input")) for x in report.saved)
-    if made := [x.bytes for x in report.saved if x.made_by]:
-        yield "in all", f"{amount(total(made), 'B')} beside inputs"
+    if results := [x.bytes for x in report.saved if x.made_by]:
+        yield "in all", f"{amount(total(results), 'B')} beside inputs"
 
 
 def _tensor(x: TensorReport, otherwise: str) -> str:
@@ -183,8 +183,8 @@ def _not_fused(report: ReportData) -> Iterable[tuple[str, str]]:
 
 def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
     lines = []
-    for name, said in rows:
-        first, *rest = textwrap.wrap(said, WIDTH - 30, break_long_words=False) or [""]
+    for name, text in rows:
+        first, *rest = textwrap.wrap(text, WIDTH - 30, break_long_words=False) or [""]
         lines.append(f"  {name:<26}  {first}" if len(name) <= 26 else f"  {name}\n{'':30}{first}")
         lines += [f"{'':30}{line}" for line in rest]
     return "\n".join([title, *lines]) if lines else ""

@@ -79,8 +79,8 @@ class Call:
         called = self.owner if isinstance(self.owner, torch.nn.Module) else self.function
         name = getattr(called, "__name__", type(called).__name__)
         named = [("", t) for t in self.args] + [(f"{name}=", t) for name, t in self.kwargs.items()]
-        given = (f"{name}{type_of(t)}" for name, t in named if isinstance(t, torch.Tensor))
-        return f"{name.strip('<>')}({', '.join(given)})"
+        inputs = (f"{name}{type_of(t)}" for name, t in named if isinstance(t, torch.Tensor))
+        return f"{name.strip('<>')}({', '.join(inputs)})"
 
 
 def on_fakes(

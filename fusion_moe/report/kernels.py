@@ -97,7 +97,7 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     but in one that `prepare_` knows.
     """
     prepared = {target.weight_layout for target in TARGETS.values()}
-    found = (
+    results = (
         (p.weight.type, to.layout_of(p.weight.type.dtype, format_of(p.a.type)))
         for p in products(fusion)
         if p.weight is not None
@@ -105,7 +105,7 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     return tuple(
         dict.fromkeys(
             (w.layout, _what_prepare_does(w, wanted, to))
-            for w, wanted in found
+            for w, wanted in results
             if w.quantized and w.layout in prepared - {wanted} and not set(w.symbols())
         )
     )

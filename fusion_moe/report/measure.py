@@ -185,14 +185,14 @@ class Watched:
         for call, *_ in ways.values():
             call()
         before = preemptions()
-        found = _times(
+        times = _times(
             [*calls, *ways.values()],
             self.region.device,
             self.watch.bytes_per_second(self.region.device),
         )
         self.watch.preemptions += preemptions() - before
-        self.kernels = found[: len(calls)]
-        self.ways = dict(zip(ways, found[len(calls) :], strict=True))
+        self.kernels = times[: len(calls)]
+        self.ways = dict(zip(ways, times[len(calls) :], strict=True))
 
     def _ways(
         self, tensors: Sequence[Tensor], env: Mapping[str, int], read: int

@@ -66,8 +66,8 @@ class Document(Shown):
     def _save(self, path: str | Path) -> None:
         text = self.form_of(path)(self)
         # in a shared folder too, nobody else can put a link into the place of this file
-        with store.whole(Path(path)) as made:
-            made.write_text(text, encoding="utf-8")
+        with store.whole(Path(path)) as result:
+            result.write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """The page inside of a notebook, isolated from the rest of it."""

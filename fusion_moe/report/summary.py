@@ -24,11 +24,11 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
     """Text of at most `width` columns, 70 or more. next: what shows more, with a description."""
     shares = ["fused", f"  nothing: {report.why_nothing}"]
     if report.fusions:
-        told = (
+        message = (
             f"  {share!s:>5} of {name:<8}{amount(share.fused, unit)} of {amount(share.total, unit)}"
             for name, unit, share in (("flops", "", report.flops), ("bytes", "B", report.bytes))
         )
-        shares = ["fused", *told, f"  {report.fused_calls} of {count(report.calls, 'call')}"]
+        shares = ["fused", *message, f"  {report.fused_calls} of {count(report.calls, 'call')}"]
     marked = textwrap.TextWrapper(
         width, initial_indent="! ", subsequent_indent="  ", break_long_words=False
     )

@@ -171,8 +171,8 @@ def ship(source: LibrarySource, having: Collection[str]) -> Path:
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=source.name)
     path.parent.mkdir(exist_ok=True)
-    with store.as_build_error(source.name), store.whole(path) as made:
-        _compile(source.command(compiler, having), source, made)
+    with store.as_build_error(source.name), store.whole(path) as result:
+        _compile(source.command(compiler, having), source, result)
     return path
 
 
@@ -203,8 +203,8 @@ def find_compiler() -> Compiler | None:
 def why_no_compiler() -> str:
     """A sentence about why `find_compiler` found none."""
     cxx = os.environ.get("CXX", "")
-    found = f"CXX={cxx!r} does not run" if cxx.strip() else "none of g++, clang++, c++ is on PATH"
-    return f"no C++ compiler: {found}; install g++, or set CXX"
+    text = f"CXX={cxx!r} does not run" if cxx.strip() else "none of g++, clang++, c++ is on PATH"
+    return f"no C++ compiler: {text}; install g++, or set CXX"
 
 
 def warn_of_no_compiler() -> None:
@@ -226,8 +226,8 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
     except ValueError:  # an open quotation mark
         return None
     for program, *arguments in candidates:
-        if found := shutil.which(program, path=path):
-            command = (found, *arguments)
+        if which := shutil.which(program, path=path):
+            command = (which, *arguments)
             if version := _version(command):
                 return Compiler(command, version)
     return None
@@ -250,14 +250,14 @@ def _run(
     running, such as its cache's server.
     """
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as text,
         subprocess.Popen(
             command,
             cwd=cwd,
             env=env,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=text,
             stderr=subprocess.STDOUT,
         ) as running,
     ):
@@ -268,8 +268,8 @@ def _run(
             if running.returncode is None:
                 os.killpg(running.pid, signal.SIGKILL)
             raise
-        said.seek(0)
-        return subprocess.CompletedProcess(command, running.returncode, said.read())
+        text.seek(0)
+        return subprocess.CompletedProcess(command, running.returncode, text.read())
 
 
 def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
@@ -286,7 +286,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     try:
         done = _run([*command, file, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
-        found = f"compiling {source.name} took more than {e.timeout:g} s; the compiler was killed"
+        actual = f"compiling {source.name} took more than {e.timeout:g} s; the compiler was killed"
         todo = (
             "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
         )
@@ -295,14 +295,14 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
             seconds = time.monotonic() - start
             recording.compiled(f"C++ of {source.name}", source.isa_level, seconds)
             return
-        found = (
+        actual = (
             f"{source.name} does not compile (exit status "
             f"{done.returncode})\n{first_errors(done.stdout)}"
         )
         todo = "to see it all"
     kept = keep_failed(path, source.text, ".cpp")
     again = shlex.join([*command, str(kept), "-o", os.devnull])
-    raise BuildError(found, todo=f"{todo}:\n  {again}", where=str(kept))
+    raise BuildError(actual, todo=f"{todo}:\n  {again}", where=str(kept))
 
 
 def keep_failed(path: Path, text: str, suffix: str) -> Path:

@@ -84,14 +84,16 @@ def checked(
     if kernel.backend == REFERENCE:
         return kernel(inputs, env)
     # a kernel at fault may write anywhere
-    fusion, given = kernel.segment.plan.fusion, [t.clone() for t in inputs]
-    outputs, want = kernel(inputs, env), fusion.evaluate(*given, sizes=env)
-    for found in differences(fusion, given, outputs, want, kernel.backend):
+    fusion, arguments = kernel.segment.plan.fusion, [t.clone() for t in inputs]
+    outputs, want = kernel(inputs, env), fusion.evaluate(*arguments, sizes=env)
+    for actual in differences(fusion, arguments, outputs, want, kernel.backend):
         names = list(dict.fromkeys(op.kind.name for op in fusion.ops if not op.kind.view))
         segment = f"segment {i}, `{' '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}`"
-        path = _reproduction(segment, kernel.segment.fusion, given, env, folder or store.folder())
+        path = _reproduction(
+            segment, kernel.segment.fusion, arguments, env, folder or store.folder()
+        )
         raise FusionError(
-            f"{segment}: its kernel [{kernel.segment.kind}, {kernel.backend}] {found}",
+            f"{segment}: its kernel [{kernel.segment.kind}, {kernel.backend}] {actual}",
             expected="what the segment means, but for the order of sums and roundings",
             where="check",
             todo=f"python {path} raises this again; it is a bug in fusion_moe, unless a reader of "
@@ -108,12 +110,12 @@ def check_joined(
     backend: str,
 ) -> None:
     """FusionError unless all kernels in one call compute what they do one by one."""
-    for found in differences(fusion, inputs, joined, one_by_one, backend):
+    for actual in differences(fusion, inputs, joined, one_by_one, backend):
         expected = (
             "the results of the same kernels one by one, but for the order of sums and roundings"
         )
         raise FusionError(
-            f"all kernels in one call: it {found}",
+            f"all kernels in one call: it {actual}",
             expected=expected,
             todo="this is a bug in fusion_moe",
             where="check",
@@ -244,12 +246,16 @@ def _reproduction(
 def _run(
     segments: Sequence[Segment], fusion: Fusion, tensors: Sequence[Any], env: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    made: dict[Value, Any] = dict(zip(fusion.inputs, tensors, strict=True))
+    results: dict[Value, Any] = dict(zip(fusion.inputs, tensors, strict=True))
     for s in segments:
-        made.update(
-            zip(s.outputs, s.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True)
+        results.update(
+            zip(
+                s.outputs,
+                s.fusion.evaluate(*(results[v] for v in s.inputs), sizes=env),
+                strict=True,
+            )
         )
-    return tuple(made[v] for v in fusion.outputs)
+    return tuple(results[v] for v in fusion.outputs)
 
 
 def _compare(stage: str, got: Sequence[Any], want: Sequence[Any]) -> None:

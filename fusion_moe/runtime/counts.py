@@ -64,8 +64,8 @@ class Counts:
         if self.device.type == "cuda":
             layer = (ctypes.c_longlong * 8)(0, COUNTED, *self.numbers)
             first = ctypes.c_void_p(ends.data_ptr())
-            given = (ctypes.c_void_p * 2)(ctypes.addressof(first), ctypes.addressof(layer))
-            kernel()[1](cuda.stream(ends.device), ctypes.addressof(given))
+            argument = (ctypes.c_void_p * 2)(ctypes.addressof(first), ctypes.addressof(layer))
+            kernel()[1](cuda.stream(ends.device), ctypes.addressof(argument))
             return
         n = int(self.calls) % self.capacity
         rows = ends.diff(prepend=ends.new_zeros(1))

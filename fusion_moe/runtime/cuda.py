@@ -41,21 +41,21 @@ def arch(index: int) -> Arch:
     it stand in for. UnsupportedError below compute capability 8.0; OptionError for a GPU that is
     unknown or newer than the device, and if the option has changed.
     """
-    asked, (first, found) = options.current().cuda_arch, _arch(index)
+    asked, (first, result) = options.current().cuda_arch, _arch(index)
     if asked != first:
         raise OptionError(
             f"option cuda_arch = {asked!r}, after kernels for {first!r} on cuda:{index}",
             expected="one value in a process",
             todo="set FUSION_MOE_CUDA_ARCH before the process starts",
         )
-    return found
+    return result
 
 
 @cache
 def _arch(index: int) -> tuple[str, Arch]:
     """The option cuda_arch when it is first needed, and the GPU that it stands for."""
-    asked, found = options.current().cuda_arch, device_facts(index)
-    return asked, found if asked == AUTO else standing_in(found, asked)
+    asked, result = options.current().cuda_arch, device_facts(index)
+    return asked, result if asked == AUTO else standing_in(result, asked)
 
 
 @cache
@@ -67,8 +67,8 @@ def device_facts(index: int) -> Arch:
         raise UnsupportedError(
             why, todo="options.override(target='reference') computes in plain torch", where="cuda"
         )
-    found = find(read_arch(index))
-    return replace(found, code=nvrtc.code_for(found.capability))
+    result = find(read_arch(index))
+    return replace(result, code=nvrtc.code_for(result.capability))
 
 
 def facts() -> Arch:
@@ -79,8 +79,12 @@ def facts() -> Arch:
         return named(asked, "option cuda_arch", [AUTO])
     if not torch.cuda.is_available():
         return H200
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return like(found.name, (found.major, found.minor), found.multi_processor_count)
+    device_properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return like(
+        device_properties.name,
+        (device_properties.major, device_properties.minor),
+        device_properties.multi_processor_count,
+    )
 
 
 def read_arch(index: int) -> Arch:
@@ -351,7 +355,7 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
         d.CUtensorMapL2promotion,
         d.CUtensorMapFloatOOBfill,
     )
-    made = checked(
+    result = checked(
         d.cuTensorMapEncodeTiled(
             d.CUtensorMapDataType(dtype),
             len(sizes),
@@ -364,7 +368,7 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
         ),
         f"a tensor map of {sizes} in boxes of {box}",
     )
-    return TensorMap(made, int(made.getPtr()))
+    return TensorMap(result, int(result.getPtr()))
 
 
 def stream(device: torch.device) -> int:

@@ -74,9 +74,9 @@ def link(ptx: bytes, where: str) -> bytes:
         kind = d.CUjitInputType.CU_JIT_INPUT_PTX
         (status,) = d.cuLinkAddData(state, kind, ptx, len(ptx), where.encode(), 0, [], [])
         if int(status) == _OLDER_THAN_PTX:
-            found = ptx.partition(b".version ")[2].split(maxsplit=1)[0].decode()
+            actual = ptx.partition(b".version ")[2].split(maxsplit=1)[0].decode()
             raise BuildError(
-                f"PTX {found} is newer than the driver, which is of CUDA {version()}",
+                f"PTX {actual} is newer than the driver, which is of CUDA {version()}",
                 expected=f"NVRTC of CUDA {version()} or older",
                 todo=f"update the driver, or pip install 'nvidia-cuda-nvrtc=={version()}.*'",
                 where=where,

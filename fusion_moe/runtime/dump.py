@@ -89,8 +89,8 @@ def binary(path: Path, source: str, suffix: str) -> None:
         _write(folder / f"{stem}{path.suffix}", path.read_bytes())
         if path.suffix == ".cubin" and "sass" in options.words("cuda_debug"):
             command = [_nvdisasm(), "--print-code", "--print-line-info", str(path)]
-            made = subprocess.run(command, capture_output=True, text=True, check=True)
-            _write(folder / f"{stem}.sass", made.stdout)
+            result = subprocess.run(command, capture_output=True, text=True, check=True)
+            _write(folder / f"{stem}.sass", result.stdout)
 
 
 @cache
@@ -100,8 +100,8 @@ def _nvdisasm() -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
         files = metadata.distribution("nvidia-cuda-nvdisasm").files or ()
     there = (str(file.locate()) for file in files if file.name == "nvdisasm")
-    if found := shutil.which("nvdisasm") or next(there, None):
-        return found
+    if which := shutil.which("nvdisasm") or next(there, None):
+        return which
     raise BuildError(
         "nvdisasm is not installed", todo="pip install nvidia-cuda-nvdisasm", where="cuda_debug"
     )

@@ -55,13 +55,13 @@ def selected() -> str:
 def require(isa_level: str) -> str:
     """The ISA level, if this machine can run it. OptionError if not."""
     if isa_level not in available():
-        found = (
+        actual = (
             f"cpu_isa = {isa_level!r} is not supported by this CPU"
             if isa_level in LEVELS
             else f"cpu_isa = {isa_level!r}"
         )
         raise OptionError(
-            found, expected=f"'auto' or one of {', '.join(available())}", where="options"
+            actual, expected=f"'auto' or one of {', '.join(available())}", where="options"
         )
     return isa_level
 

@@ -60,10 +60,10 @@ class LaunchPlan:
         also: arrays of the workspace with shape and dtype, to be returned after the outputs; they
         are valid until the next call.
         """
-        given = list(tensors)
+        inputs = list(tensors)
         for i in self.swapped:
-            given[i] = given[i].mT
-        arrays = self.launches.readable(given) + [
+            inputs[i] = inputs[i].mT
+        arrays = self.launches.readable(inputs) + [
             torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results
         ]
         held, inner = memory.allocate(self.workspace, self.device)  # kept until all are launched
@@ -84,10 +84,10 @@ class LaunchPlan:
             for i, t in enumerate(tensors)
         ):
             return None
-        made = [self.outputs.index(len(tensors) + i) for i in range(len(self.results))]
+        results = [self.outputs.index(len(tensors) + i) for i in range(len(self.results))]
         return [
             len(tensors),
-            *counted(made),
+            *counted(results),
             self.workspace.nbytes,
             *counted(self.workspace.offsets),
             *self.launches.numbers(),

@@ -68,10 +68,10 @@ def headers(folder: Path) -> Headers:
 def why_missing() -> str:
     """Why nothing can be compiled for CUDA; empty if it can."""
     try:
-        found = find_spec("cuda.bindings.nvrtc") is not None
+        result = find_spec("cuda.bindings.nvrtc") is not None
     except ModuleNotFoundError:
-        found = False
-    if not found:
+        result = False
+    if not result:
         return f"cuda-bindings is not installed; {_INSTALL}"
     try:
         version()
@@ -170,17 +170,17 @@ def _compile(
             program, len(flags), [flag.encode() for flag in flags]
         )
         log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        said = log.decode().strip("\0\n ")
+        message = log.decode().strip("\0\n ")
         if int(status):
             how = f"NVRTC {version()} {' '.join(flags)}"
             raise BuildError(
-                f"{name} does not compile with {how}\n{first_errors(said)}",
+                f"{name} does not compile with {how}\n{first_errors(message)}",
                 todo="the source is kept at that path",
                 where=str(keep_failed(path, text, ".cu")),
             )
         recording.compiled(name, flags[0], time.monotonic() - start)
         if "ptxas" in options.words("cuda_debug"):
-            print(said, file=sys.stderr)
+            print(message, file=sys.stderr)
         if flags[0].partition("=")[2].startswith("compute_"):
             ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
             path.write_bytes(driver.link(ptx, name))

@@ -109,12 +109,12 @@ def tables(
     """
     taken = list(tensors)
     for use in uses:
-        given = tensors[use.input]
-        issued = _issued.get(given.data_ptr())
-        if issued is None and given.device.type == "cpu" and not given.any():
+        argument = tensors[use.input]
+        issued = _issued.get(argument.data_ptr())
+        if issued is None and argument.device.type == "cpu" and not argument.any():
             continue
-        if issued is None or issued.table.numel() != given.numel() or issued.group != use.group:
-            raise _refused(given, issued, use.group)
+        if issued is None or issued.table.numel() != argument.numel() or issued.group != use.group:
+            raise _refused(argument, issued, use.group)
         need = value(use.rows, sizes), value(use.row, sizes)
         if issued.room[0] and (need[0] > issued.room[0] or need[1] > issued.room[1]):
             raise ShapeError(
@@ -129,13 +129,13 @@ def tables(
 
 def _refused(given: Tensor, issued: _Issued | None, group: str) -> Error:
     if issued is None:
-        found = f"int64 {list(given.shape)} on {given.device}, which is memory of no ranks"
+        text = f"int64 {list(given.shape)} on {given.device}, which is memory of no ranks"
     elif issued.group != group:
-        found = f"memory of the group {issued.group!r} in an operation of {group!r}"
+        text = f"memory of the group {issued.group!r} in an operation of {group!r}"
     else:
-        found = f"{given.numel() - PEERS} ranks of {issued.table.numel() - PEERS}"
+        text = f"{given.numel() - PEERS} ranks of {issued.table.numel() - PEERS}"
     return OptionError(
-        found,
+        text,
         expected="the tensor itself that parallelize_(dispatch='symmetric') made for the layer: it "
         "stands for addresses, which its elements are not",
         todo="zeros, on CPUs, send tokens through the process group",

@@ -126,16 +126,16 @@ def builds_of_all_sizes(launch: Compiled, device: torch.device, sizes: Sizes) ->
 
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
     """The calls, and calls of other sizes: one for each set of kernels that such calls need."""
-    found = list(calls)
+    results = list(calls)
     for launches, device, units in dict.fromkeys(
-        (c.launches, c.device, _units(c.sizes)) for c in found
+        (c.launches, c.device, _units(c.sizes)) for c in results
     ):
         for launch in launches if units else ():
-            found += [
+            results += [
                 Noted((launch,), device, _scaled(units, n))
                 for n in _counts(launch, device, units, options.current())
             ]
-    return found
+    return results
 
 
 @lru_cache(maxsize=1024)
@@ -171,14 +171,14 @@ def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
     while tried[-1] < _MOST_UNITS:
         tried.append(min(tried[-1] * 51 // 50 + 1, _MOST_UNITS))
     waiting = list(pairwise(tried))
-    found = {remembered(n): n for n in reversed(tried)}
+    results = {remembered(n): n for n in reversed(tried)}
     while waiting:
         low, high = waiting.pop()
         if high - low > 1 and remembered(low) != remembered(high):
             middle = (low + high) // 2
-            found.setdefault(remembered(middle), middle)
+            results.setdefault(remembered(middle), middle)
             waiting += [(low, middle), (middle, high)]
-    return sorted(found.values())
+    return sorted(results.values())
 
 
 def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
@@ -190,13 +190,13 @@ def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
     """
     wanted = dict(reversed(dict(builds).items()))
     with ThreadPoolExecutor(max(1, min(len(wanted), cpus()))) as pool:
-        made: dict[Future[Any], Hashable] = {
+        results: dict[Future[Any], Hashable] = {
             pool.submit(contextvars.copy_context().run, build): key for key, build in wanted.items()
         }
         try:
             return {
-                made[done]: done.result()
-                for done in progress(as_completed(made), "compiling kernels", len(made))
+                results[done]: done.result()
+                for done in progress(as_completed(results), "compiling kernels", len(results))
             }
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -118,9 +118,9 @@ class Program:
         s0=64)`. ShapeError unless all are given.
         """
         if set(sizes) != set(self.fusion.symbols):
-            found = ", ".join(sizes) or "no sizes"
+            actual = ", ".join(sizes) or "no sizes"
             raise ShapeError(
-                found,
+                actual,
                 expected=", ".join(self.fusion.symbols) or "none: this program has no symbols",
                 where="prepare",
             )
@@ -141,11 +141,11 @@ class Program:
         Cached by everything that they depend on: decoding asks for the same sizes again and again.
         """
         key = (tuple([(t.shape, t.dtype, t.device) for t in tensors]), tuple(given.items()))
-        found = self._remembered.get(key)
-        if found is None:
+        entry = self._remembered.get(key)
+        if entry is None:
             _need_one_device(tensors)
-            found = self._remembered[key] = self.stages[0][1].bind(tensors, given)
-        return found
+            entry = self._remembered[key] = self.stages[0][1].bind(tensors, given)
+        return entry
 
     @cached_property
     def _remembered(self) -> Remembered[Any, Mapping[str, int]]:
@@ -157,12 +157,12 @@ class Program:
         options.log("launch", "%d segments, %s", len(self.segments), dict(env))
         if (recorder := recording.active) is None:
             return self._outputs(tensors, env)
-        made = self._outputs(tensors, env, self._inner_ends)
+        outputs = self._outputs(tensors, env, self._inner_ends)
         arrays: dict[Value | None, torch.Tensor] = dict(
-            zip(self._arrays, (*tensors, *made), strict=True)
+            zip(self._arrays, (*tensors, *outputs), strict=True)
         )
         recorder.launched(self, tensors, env, arrays.get(self.ends))
-        return made[: len(self.fusion.outputs)]
+        return outputs[: len(self.fusion.outputs)]
 
     @cached_property
     def ends(self) -> Value | None:
@@ -234,17 +234,19 @@ class Program:
         env: Mapping[str, int],
         also: Sequence[Value] = (),
     ) -> list[torch.Tensor]:
-        made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
+        results: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             with (
                 nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors))
             ):
-                self._launch(i, kernel, made, env, also)
+                self._launch(i, kernel, results, env, also)
         outputs = [
-            made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous()
+            results[v].clone(memory_format=torch.contiguous_format)
+            if copy
+            else results[v].contiguous()
             for v, copy in zip(self.fusion.outputs, self._copied, strict=True)
         ]
-        return outputs + [made[v] for v in also]
+        return outputs + [results[v] for v in also]
 
     def _launch(
         self,

@@ -58,11 +58,11 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
         if not _is_safe(path):
             for left in path.parent.glob(f"{key}-*.tmp") if held else ():  # of a killed process
                 shutil.rmtree(left, ignore_errors=True)
-            with whole(path) as made:
-                make(made)
+            with whole(path) as result:
+                make(result)
                 with contextlib.suppress(PermissionError):  # a file system without modes
-                    made.chmod(0o600)
-                with made.open("rb") as file:
+                    result.chmod(0o600)
+                with result.open("rb") as file:
                     os.fsync(file.fileno())
     return path
 
@@ -113,9 +113,9 @@ def whole(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
         prefix=f"{path.name}-", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
     ) as scratch:
-        made = Path(scratch, path.name)
-        yield made
-        made.replace(path)
+        result = Path(scratch, path.name)
+        yield result
+        result.replace(path)
 
 
 def _is_safe(path: Path) -> bool:

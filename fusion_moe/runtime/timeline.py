@@ -55,12 +55,12 @@ def read() -> list[Tile]:
     """The tiles since then; waits for the GPU."""
     if _kernels:
         torch.cuda.synchronize()
-    found = list[Tile]()
+    results = list[Tile]()
     for name, address in _kernels:
         words = torch.empty(_WORDS, dtype=torch.int64, device="cpu")
         checked(driver().cuMemcpyDtoH(words.data_ptr(), address, words.nbytes), name)
-        found += tiles(name, words)
-    return found
+        results += tiles(name, words)
+    return results
 
 
 def tiles(name: str, words: Tensor) -> Iterator[Tile]:

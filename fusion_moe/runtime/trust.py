@@ -28,13 +28,13 @@ def why_not_folder(folder: Path) -> str:
 
 def why_not(path: Path) -> str:
     """Why others may have written what is in a plain file or a folder, wherever it lies."""
-    found, users = path.lstat(), (0, os.geteuid())
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        return f"is neither a plain file nor a folder (mode {stat.filemode(found.st_mode)})"
-    if found.st_uid not in users:
+    lstat, users = path.lstat(), (0, os.geteuid())
+    if not (stat.S_ISREG(lstat.st_mode) or stat.S_ISDIR(lstat.st_mode)):
+        return f"is neither a plain file nor a folder (mode {stat.filemode(lstat.st_mode)})"
+    if lstat.st_uid not in users:
         expected = " or ".join(map(str, sorted(set(users))))
-        return f"belongs to another user ({found.st_uid}, expected {expected})"
-    return _can_be_written(path, found.st_mode) if found.st_mode & _OTHERS_WRITE else ""
+        return f"belongs to another user ({lstat.st_uid}, expected {expected})"
+    return _can_be_written(path, lstat.st_mode) if lstat.st_mode & _OTHERS_WRITE else ""
 
 
 def _can_be_written(path: Path, mode: int) -> str:

@@ -37,24 +37,28 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     """None for a single collective operation, with views; where the target sends sums, also with
     the `combine` that makes what is sent, and operations on its elements.
     """
-    found = [op for op in fusion.ops if op.kind.role == "collective"]
-    if len(found) != 1:
-        return f"{' and '.join(op.kind.name for op in found) or 'no collective'} in a piece"
+    results = [op for op in fusion.ops if op.kind.role == "collective"]
+    if len(results) != 1:
+        return f"{' and '.join(op.kind.name for op in results) or 'no collective'} in a piece"
     sums = combine_before(fusion) if target.sends_sums else None
-    made = dependent(fusion.ops, sums.outputs) if sums else set()
+    result = dependent(fusion.ops, sums.outputs) if sums else set()
     for op in fusion.ops:
-        after_sums = op.kind.role == "pointwise" and not made.isdisjoint(op.values)
-        if op not in (*found, sums) and op.kind.role not in pointwise.ROLES[1:] and not after_sums:
-            return f"{found[0].kind.name} with {op.kind.name}"
-    if not made.isdisjoint(fusion.outputs) and not set(fusion.outputs) <= set(found[0].outputs):
+        after_sums = op.kind.role == "pointwise" and not result.isdisjoint(op.values)
+        if (
+            op not in (*results, sums)
+            and op.kind.role not in pointwise.ROLES[1:]
+            and not after_sums
+        ):
+            return f"{results[0].kind.name} with {op.kind.name}"
+    if not result.isdisjoint(fusion.outputs) and not set(fusion.outputs) <= set(results[0].outputs):
         return "sums are sent, and also stored"
     return None
 
 
 def combine_before(fusion: Fusion) -> Op | None:
     """The only `combine` of a piece that ends in `combine_from`, if there is one."""
-    found = [op for op in fusion.ops if op.kind.role == "combine"]
-    return found[0] if len(found) == 1 and fusion.ops[-1].kind.name == "combine_from" else None
+    results = [op for op in fusion.ops if op.kind.role == "combine"]
+    return results[0] if len(results) == 1 and fusion.ops[-1].kind.name == "combine_from" else None
 
 
 def describe(fusion: Fusion) -> Collective:

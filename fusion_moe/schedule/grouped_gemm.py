@@ -47,17 +47,17 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     beside it, everything else is prologue or epilogue, and the stored results have widths of its
     tiles.
     """
-    found = products(fusion)
-    if not found:
+    result = products(fusion)
+    if not result:
         return "no grouped product"
-    if why := _chained(fusion, found):
+    if why := _chained(fusion, result):
         return why
     main, added = main_and_added(fusion)
     if why := next((why for other in added if (why := _of_two(fusion, main, other, target))), None):
         return why
     product = main.op
-    after = dependent(fusion.ops, [p.result for p in found])
-    before = needed(fusion.ops, [v for p in found for v in p.op.values])
+    after = dependent(fusion.ops, [p.result for p in result])
+    before = needed(fusion.ops, [v for p in result for v in p.op.values])
     tokens = {
         v
         for op in fusion.ops

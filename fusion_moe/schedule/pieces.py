@@ -82,10 +82,10 @@ class Pieces:
         Otherwise, of two products that could be one kernel, one would take what comes before both,
         and the other would wait for it.
         """
-        made = dependent(
+        result = dependent(
             self.fusion.ops, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs]
         )
-        after = [(source, op) for source, op in edges if not made.isdisjoint(source.outputs)]
+        after = [(source, op) for source, op in edges if not result.isdisjoint(source.outputs)]
         return after + [
             (source, op)
             for source, op in edges
@@ -114,12 +114,12 @@ class Pieces:
     def _sent(self) -> set[frozenset[Op]]:
         """The pieces that send something to other ranks, and those that these need."""
         over = [self.piece[op] for op in self.ops if op.kind.role == "collective"]
-        found: set[frozenset[Op]] = set()
+        results: set[frozenset[Op]] = set()
         while over:
             piece = over.pop()
-            over += [] if piece in found else self._producing(piece)
-            found.add(piece)
-        return found
+            over += [] if piece in results else self._producing(piece)
+            results.add(piece)
+        return results
 
     def boundary(self, ops: frozenset[Op]) -> str:
         """Why a piece was not joined with those that it reads from."""
@@ -211,29 +211,29 @@ class Pieces:
     def _producing(self, ops: Iterable[Op]) -> list[frozenset[Op]]:
         """The other pieces that a piece reads from."""
         members = frozenset(ops)
-        found = dict.fromkeys(
+        fromkeys = dict.fromkeys(
             self.piece[s]
             for op in sorted(members, key=self.place.__getitem__)
             for s in self._sources(op)
         )
-        return [p for p in found if p != members]
+        return [p for p in fromkeys if p != members]
 
     def _sources(self, op: Op) -> list[Op]:
         """The operations, copied ones looked through, that an operation reads from."""
-        found: list[Op] = []
+        results: list[Op] = []
         for v in op.values:
             source = self.fusion.producer(v)
             if source is not None:
-                found += self._sources(source) if _copied(source) else [source]
-        return list(dict.fromkeys(found))
+                results += self._sources(source) if _copied(source) else [source]
+        return list(dict.fromkeys(results))
 
     def _readers(self, op: Op) -> list[Op]:
         """The operations, copied ones looked through, that read from an operation."""
-        found: list[Op] = []
+        results: list[Op] = []
         for v in op.outputs:
             for reader in self.fusion.readers.get(v, ()):
-                found += self._readers(reader) if reader not in self.piece else [reader]
-        return list(dict.fromkeys(found))
+                results += self._readers(reader) if reader not in self.piece else [reader]
+        return list(dict.fromkeys(results))
 
     def part(self, ops: Iterable[Op]) -> Fusion:
         """These operations and the copied ones that they read, as a Fusion whose inputs are the
@@ -244,8 +244,8 @@ class Pieces:
         for op in own:
             self._add_copied(op, members)
         ordered = sorted(members, key=self.place.__getitem__)
-        made = {v for op in ordered for v in op.outputs}
-        inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
+        results = {v for op in ordered for v in op.outputs}
+        inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in results))
         outputs = tuple(
             v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members)
         )

@@ -84,15 +84,15 @@ def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct
     """The product that a kernel is built around (with a quantized weight if any, then the most
     contracted features), and the others.
     """
-    found = products(fusion)
+    result = products(fusion)
     main = max(
-        found,
+        result,
         key=lambda p: (
             p.b.type.quantized,
             size if isinstance(size := p.size(p.contracted), int) else inf,
         ),
     )
-    return main, tuple(p for p in found if p is not main)
+    return main, tuple(p for p in result if p is not main)
 
 
 def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
@@ -100,16 +100,16 @@ def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
     a float weight, and contracting at most as many features as `features` says for the other's
     kind.
     """
-    found = products(fusion)
+    result = products(fusion)
     few = [
         (p, size)
-        for p in found
+        for p in result
         if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)
     ]
     return any(
         p is not q and p.result.type == q.result.type and size <= features.get(q.kind, 0)
         for p, size in few
-        for q in found
+        for q in result
     )
 
 
@@ -123,8 +123,8 @@ def cat_before(fusion: Fusion, v: Value) -> Op | None:
 
 def quantized_result(fusion: Fusion) -> Op | None:
     """The `unpack` of rows that are quantized after a product, if nothing else reads these."""
-    made = dependent(fusion.ops, [p.result for p in products(fusion)])
+    result = dependent(fusion.ops, [p.result for p in products(fusion)])
     for op in fusion.ops:
-        if op.kind.name == "quantize" and op.values[0] in made:
+        if op.kind.name == "quantize" and op.values[0] in result:
             return fusion.only_reader(op.outputs[0], "unpack")
     return None

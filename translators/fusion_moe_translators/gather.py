@@ -68,13 +68,13 @@ def index_put(
 
 
 def _one_index(indices: Sequence[Value | None]) -> tuple[int, Value]:
-    given = [(dim, at) for dim, at in enumerate(indices) if at is not None]
-    if len(given) != 1 or len(given[0][1].type.shape) != 1 or given[0][1].type.dtype not in INTS:
+    inputs = [(dim, at) for dim, at in enumerate(indices) if at is not None]
+    if len(inputs) != 1 or len(inputs[0][1].type.shape) != 1 or inputs[0][1].type.dtype not in INTS:
         raise Untranslatable(
-            f"{len(given)} indices of types {', '.join(str(at.type) for _, at in given)}",
+            f"{len(inputs)} indices of types {', '.join(str(at.type) for _, at in inputs)}",
             expected="one integer vector",
         )
-    return given[0]
+    return inputs[0]
 
 
 def _from_start(fd: FusionDefinition, at: Value, size: object) -> Value:

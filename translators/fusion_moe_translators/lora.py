@@ -60,8 +60,8 @@ def adapter(
     if a is None and b is None:
         return None
     if a is None or b is None:
-        given, missing = ("a", "b") if b is None else ("b", "a")
-        raise ShapeError(f"{name}_{given} without {name}_{missing}", expected="both or neither")
+        argument, missing = ("a", "b") if b is None else ("b", "a")
+        raise ShapeError(f"{name}_{argument} without {name}_{missing}", expected="both or neither")
     groups, n, k = (plain(weight.shape[i]) for i in (0, 3 - axis, axis))
     arguments.need_rank(f"{name}_a", a.type, "[G, r, K]")
     rank = plain(a.type.shape[1])

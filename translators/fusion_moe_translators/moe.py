@@ -94,10 +94,10 @@ def nvfp4_quantize(
     f32[...]
     """
     arguments.need_dtype("x", x.type, arguments.QUANTIZABLE)
-    made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
-    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
+    scale = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
+    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, scale, encoding="nvfp4"))
     # an operation of torch must not return its own input
-    return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
+    return codes, block_scale, scale if decode_scale is None else fd.ops.cast(scale, dtype="f32")
 
 
 @translator("fusion_moe::nvfp4_grouped_mm")
@@ -587,8 +587,8 @@ def _between_ranks(
     def combine_all(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
         sums = fd.ops.combine(y, slot_of, w) if float32_sums else combine(fd, y, slot_of, w)
         of_ranks = fd.ops.partition(sums, ends)
-        made = fd.ops.combine_from(of_ranks, all_ids, ids, ends, peers, **among)
-        return fd.ops.cast(made, dtype=y.type.dtype)
+        result = fd.ops.combine_from(of_ranks, all_ids, ids, ends, peers, **among)
+        return fd.ops.cast(result, dtype=y.type.dtype)
 
     return all_x, all_ids, all_w, combine_all
 

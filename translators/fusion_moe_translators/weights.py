@@ -43,8 +43,8 @@ def without_master(
 ) -> tuple[Sequence[Value], Value | None]:
     """The parts of a weight, and the floats that they were rounded from, if those come last."""
     count = len(find(weight_format).parts)
-    given = len(tensors) == count + 1 and len(tensors[count].type.shape) == 3
-    return (tensors[:count], tensors[count]) if given else (tensors, None)
+    argument = len(tensors) == count + 1 and len(tensors[count].type.shape) == 3
+    return (tensors[:count], tensors[count]) if argument else (tensors, None)
 
 
 def weight_type(
@@ -81,9 +81,9 @@ def weight_type(
         need_dtype(name, types[0], (weight_format,), "weight_format says so")
         return types[0]
     try:
-        given, master = without_master(parts, weight_format)
+        argument, master = without_master(parts, weight_format)
         (weight,) = KINDS["pack"].infer(
-            *(part.type for part in given), encoding=weight_format, layout=layout
+            *(part.type for part in argument), encoding=weight_format, layout=layout
         )
         if master is not None:
             KINDS["straight_through"].infer(weight, master.type, how="exact")

@@ -34,19 +34,19 @@ def row_pointer(v: Value, field: str, name: str) -> list[str]:
 
 def _row(writer: SegmentWriter, v: Value, width: int) -> list[str]:
     elements = writer.elements()
-    found = elements.row_in_memory(v, _M, width)
-    if found is not None:
-        matrix, row = found
+    result = elements.row_in_memory(v, _M, width)
+    if result is not None:
+        matrix, row = result
         return [
             *elements.lines,
             "(void)scratch;",
             f"return {writer.names[matrix]} + {row} * {width};",
         ]
     elements = writer.elements()
-    made = elements.of(v, [_M, _K])
+    output = elements.of(v, [_M, _K])
     once, each = hoisted(elements.statements, _K.name)
     simd = [] if branches(each) else ["#pragma omp simd"]
-    store = f"scratch[k] = narrow<{STORED[v.type.dtype]}>({made});"
+    store = f"scratch[k] = narrow<{STORED[v.type.dtype]}>({output});"
     return [
         *written(once),
         *simd,

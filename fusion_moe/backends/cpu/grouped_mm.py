@@ -148,14 +148,14 @@ class _Writer(SegmentWriter):
         """Stores sixteen columns of all results, and their sums."""
         plan, elements = self.plan, self.epilogue.elements()
         values = [*plan.rows, *(op.values[0] for op in plan.sums)]
-        arrays, lanes, made = list[str](), list[str](), dict[Value, list[tuple[str, Index]]]()
+        arrays, lanes, results = list[str](), list[str](), dict[Value, list[tuple[str, Index]]]()
         # this one reads the columns that the others have read
         for v in sorted(dict.fromkeys(values), key=lambda v: plan.parts(v) is None):
-            made[v] = [
+            results[v] = [
                 (f"r{len(arrays) + i}", place)
                 for i, place in enumerate(plan.parts(v) or self.epilogue.every_column())
             ]
-            for name, place in made[v]:
+            for name, place in results[v]:
                 arrays.append(
                     f"{'float' if v.type.dtype in ACTIVATION else stored(v)} {name}[LANES];"
                 )
@@ -175,12 +175,12 @@ class _Writer(SegmentWriter):
         stores = [
             line
             for v in plan.rows
-            for name, place in made[v]
+            for name, place in results[v]
             for line in self._stored(v, name, place)
         ]
         sums = []
         for partial, op in zip(self.partials, plan.sums, strict=True):
-            terms = " + ".join(f"sum_lanes({name}, count)" for name, _ in made[op.values[0]])
+            terms = " + ".join(f"sum_lanes({name}, count)" for name, _ in results[op.values[0]])
             sums.append(f"{partial}[m * BLOCKS + j0 / LANES] = {terms};")
         return ["(void)g;", *arrays, *loop, *stores, *sums]
 

@@ -59,8 +59,8 @@ class _Program:
         self._names = [_names(s, source) for s, source in zip(segments, sources, strict=True)]
         self.lifetimes: dict[Value, tuple[int, int]] = {}
         for i, names in enumerate(self._names):
-            made = (v for v in names.values() if v not in fusion.inputs)
-            self.lifetimes |= {v: (self.lifetimes.get(v, (i, i))[0], i) for v in made}
+            results = (v for v in names.values() if v not in fusion.inputs)
+            self.lifetimes |= {v: (self.lifetimes.get(v, (i, i))[0], i) for v in results}
         last = len(self._names) - 1  # who records a run reads the ends of groups after it
         self.lifetimes |= {v: (i, last) for v, (i, _) in self.lifetimes.items() if v.type.ends}
         self._place = {v: i for i, v in enumerate((*fusion.inputs, *self.lifetimes))}

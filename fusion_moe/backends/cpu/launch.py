@@ -122,11 +122,11 @@ class Launch(Function):
         """The outputs of the segment. Raises the reference's error for bad input, RankError if a
         rank of a collective operation did not answer.
         """
-        made = self.plan(torch.device("cpu"), sizes).run(inputs)
-        if made is None:
+        result = self.plan(torch.device("cpu"), sizes).run(inputs)
+        if result is None:
             need_ranks(self.source.fusion, inputs)
             return self.source.fusion.evaluate(*inputs, sizes=sizes)  # raises
-        return tuple(made)
+        return tuple(result)
 
 
 def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:

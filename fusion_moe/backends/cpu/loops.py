@@ -65,11 +65,11 @@ class _Writer(SegmentWriter):
     def body(self) -> list[str]:
         lines: list[str] = []
         for op in self.fusion.ops:
-            made = _whole(self.fusion, op)
-            if made and op.kind.name not in MADE_FIRST:
+            whole = _whole(self.fusion, op)
+            if whole and op.kind.name not in MADE_FIRST:
                 with naming(op):
                     lines += _WHOLE[op.kind.name](self, op)
-            self.ready(made)
+            self.ready(whole)
         shapes = dict.fromkeys(_rows_of(v.type.shape) for v in self.later)
         for shape in shapes:
             lines += self._elementwise(
@@ -81,40 +81,40 @@ class _Writer(SegmentWriter):
 
     def _elementwise(self, values: Sequence[Value], rows: AnySize, width: AnySize) -> list[str]:
         """One loop that stores values with as many rows and columns."""
-        made = self.elements()
-        stores = [self.put(made, v, (rows, width), _M, _J) for v in values]
-        body = _for_columns([*made.statements, *stores], "0", str(size(width)))
+        result = self.elements()
+        stores = [self.put(result, v, (rows, width), _M, _J) for v in values]
+        body = _for_columns([*result.statements, *stores], "0", str(size(width)))
         return _for_rows(rows, width, body)
 
     # Values made completely -----------------------------------------------------------------------
 
     def _sum(self, op: Op) -> list[str]:
-        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
-        term, counts = made.of(x, found.at), (found.rows, found.columns, found.over)
+        (x,), (y,), result, output = op.values, op.outputs, reduction(op), self.elements()
+        term, counts = output.of(x, result.at), (result.rows, result.columns, result.over)
         return (
-            self._reduced(y, counts, made.statements, term)
-            if found.along_memory
-            else self._added(y, counts, made.statements, term)
+            self._reduced(y, counts, output.statements, term)
+            if result.along_memory
+            else self._added(y, counts, output.statements, term)
         )
 
     def _logsumexp(self, op: Op) -> list[str]:
         """In two passes: the largest number of a row, then the sum. The first looks over NaN, of
         which the second makes NaN.
         """
-        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
-        term = made.of(x, found.at)
-        larger = [*made.lines, f"largest = {term} > largest ? float({term}) : largest;"]
+        (x,), (y,), value, output = op.values, op.outputs, reduction(op), self.elements()
+        term = output.of(x, value.at)
+        larger = [*output.lines, f"largest = {term} > largest ? float({term}) : largest;"]
         before = [
             "float largest = -INFINITY;",
-            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : largest)"]),
-            f"for (i64 r = 0; r < {size(found.over)}; ++r) {{",
+            *([] if branches(output.statements) else ["#pragma omp simd reduction(max : largest)"]),
+            f"for (i64 r = 0; r < {size(value.over)}; ++r) {{",
             *inner(larger),
             "}",
             "const float most = std::fabs(largest) <= 3.4028234664e38f ? largest : 0.f;",
         ]
-        counts = (found.rows, found.columns, found.over)
+        counts = (value.rows, value.columns, value.over)
         power, result = f"exp_({term} - most)", "log_(sum[0]) + most"
-        return self._reduced(y, counts, made.statements, power, before, result)
+        return self._reduced(y, counts, output.statements, power, before, result)
 
     def _added(
         self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object
@@ -174,22 +174,24 @@ class _Writer(SegmentWriter):
 
     def _combine(self, op: Op) -> list[str]:
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
-        made = self.elements()
-        term = f"{made.of(y, [made.of(slot_of, [_M, _R]), _J])} * {made.of(w, [_M, _R])}"
+        result = self.elements()
+        term = f"{result.of(y, [result.of(slot_of, [_M, _R]), _J])} * {result.of(w, [_M, _R])}"
         return self._added(
             op.outputs[0],
             (plain(tokens), plain(y.type.shape[1]), plain(slots)),
-            made.statements,
+            result.statements,
             term,
         )
 
     def _group_sum(self, op: Op) -> list[str]:
         """Row m of the result is the sum of group m's rows."""
         (y, ends), (out,) = op.values, op.outputs
-        made, end = self.elements(), self.array(ends)
-        term, (groups, columns) = made.of(y, [_R, _J]), out.type.shape
+        result, end = self.elements(), self.array(ends)
+        term, (groups, columns) = result.of(y, [_R, _J]), out.type.shape
         run = (f"(m == 0 ? 0 : {end}[m - 1])", f"{end}[m]")
-        return self._added_between(out, (plain(groups), plain(columns)), run, made.statements, term)
+        return self._added_between(
+            out, (plain(groups), plain(columns)), run, result.statements, term
+        )
 
     def _index_put_accumulate(self, op: Op) -> list[str]:
         """Rows added in order; each thread adds to its own columns."""
@@ -221,13 +223,13 @@ class _Writer(SegmentWriter):
             raise _no_kernel(encoding)
         most = encoding.element.maximum * encoding.scales[0].maximum
         *lead, rows, k = x.type.shape
-        made = self.elements()
-        element = made.of(x, [*unflat(_L, lead), _M, _K])
+        result = self.elements()
+        element = result.of(x, [*unflat(_L, lead), _M, _K])
         of_row = [
             "u32 here = 0;",
-            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : here)"]),
+            *([] if branches(result.statements) else ["#pragma omp simd reduction(max : here)"]),
             f"for (i64 k = 0; k < {size(k)}; ++k) {{",
-            *inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"]),
+            *inner([*result.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"]),
             "}",
             "for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) "
             "continue;",
@@ -251,8 +253,8 @@ class _Writer(SegmentWriter):
         block = encoding.block
         (x, *matrix_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
-        made = self.elements()
-        element = made.of(
+        result = self.elements()
+        element = result.of(
             x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I]
         )
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
@@ -273,9 +275,9 @@ class _Writer(SegmentWriter):
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             f"    float block[{block}];",
             f"    const int count = {count};",
-            *([] if branches(made.statements) else ["#pragma omp simd"]),
+            *([] if branches(result.statements) else ["#pragma omp simd"]),
             "    for (int i = 0; i < count; ++i) {",
-            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            *inner(inner([*result.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
             f"    good = good & {encoder};",
@@ -299,19 +301,21 @@ class _Writer(SegmentWriter):
         codes, scales = _unpacked(self.fusion, op)
         encoding = op.encoding
         *lead, n, k = x.type.shape
-        block, columns, made = encoding.block, known(k), self.elements()
+        block, columns, result = encoding.block, known(k), self.elements()
         (rows, across), all_rows = (
             (-(-known(size) // block) for size in (n, k)),
             elements((*lead, n)),
         )
-        element = made.of(x, [*reshaped([_ROW], (all_rows,), (*lead, n)), _B * Number(block) + _I])
-        simd = [] if branches(made.statements) else ["#pragma omp simd"]
+        element = result.of(
+            x, [*reshaped([_ROW], (all_rows,), (*lead, n)), _B * Number(block) + _I]
+        )
+        simd = [] if branches(result.statements) else ["#pragma omp simd"]
         each = [
             "for (i64 row = first; row < end; ++row) {",
             f"    float block[{block}];",
             *simd,
             "    for (int i = 0; i < count; ++i) {",
-            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            *inner(inner([*result.lines, f"block[i] = {element};"])),
             "    }",
         ]
         body = [
@@ -384,8 +388,8 @@ class _Writer(SegmentWriter):
         """Block `at` of each column j, which has `count` rows from `first` on."""
         encoding = op.encoding
         codes, scales = _unpacked(self.fusion, op)
-        made = self.elements()
-        element = made.of(op.values[0], at)
+        result = self.elements()
+        element = result.of(op.values[0], at)
         block = encoding.block
         columns = size(plain(op.values[0].type.shape[-1]))
         return [
@@ -394,7 +398,7 @@ class _Writer(SegmentWriter):
             f"    u8 made[{block}];",
             f"    for (i64 i = 0; i < {count}; ++i) {{",
             "        const i64 row = first + i;",
-            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            *inner(inner([*result.lines, f"block[i] = {element};"])),
             "    }",
             f"    quantize_fp8<{_scale(encoding)}>(block, {block}, made, {self.names[scales]} + "
             f"at * {columns} + j);",
@@ -407,18 +411,18 @@ class _Writer(SegmentWriter):
         """Row m of all transposed matrices is column k of one; the scale of a block stands in each
         of its rows.
         """
-        (codes, scales), made = op.values, op.outputs
+        (codes, scales), result = op.values, op.outputs
         groups, *sizes = codes.type.shape
         n, k = map(known, sizes)
-        across, down = (known(s.type.shape[-1]) for s in (scales, made[1]))
+        across, down = (known(s.type.shape[-1]) for s in (scales, result[1]))
         block = FP8_E8M0.block
         body = [
             f"const i64 row = m / {k} * {n}, k = m % {k};",
             "for (i64 j = j0; j < j1; ++j) {",
-            f"    {self.names[made[0]]}[m * {n} + j] = {self.array(codes)}[(row + j) * {k} + k];",
+            f"    {self.names[result[0]]}[m * {n} + j] = {self.array(codes)}[(row + j) * {k} + k];",
             "}",
             f"for (i64 j = (j0 + {block - 1}) / {block}; j * {block} < j1; ++j) {{",
-            f"    {self.names[made[1]]}[m * {down} + j] = "
+            f"    {self.names[result[1]]}[m * {down} + j] = "
             f"{self.array(scales)}[(row + j * {block}) * {across} + k / {block}];",
             "}",
         ]
@@ -431,11 +435,11 @@ class _Writer(SegmentWriter):
     def _grouped_swizzle(self, op: Op) -> list[str]:
         (x, ends), (out,) = op.values, op.outputs
         rows, cols = x.type.shape
-        given = (
+        arguments = (
             f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, "
             f"{size(cols)}"
         )
-        return [f"swizzle_128x4({given}, {self.names[out]});"]
+        return [f"swizzle_128x4({arguments}, {self.names[out]});"]
 
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {

@@ -189,8 +189,10 @@ class SegmentWriter(Writer):
 
     def _first_topk_ids(self, op: Op) -> list[str]:
         (ids,), tokens, bias = op.outputs, size(op.values[0].type.shape[0]), router.bias(op)
-        given = f"{self.array(op.values[0])}, {self.array(bias) if bias else 'nullptr'}, {tokens}"
-        return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, pool);"]
+        arguments = (
+            f"{self.array(op.values[0])}, {self.array(bias) if bias else 'nullptr'}, {tokens}"
+        )
+        return [f"TopK<{router.of_choice(op)}>::run({arguments}, {self.names[ids]}, pool);"]
 
     def _first_topk_weights(self, op: Op) -> list[str]:
         return [self.of_weights(op)]
@@ -198,7 +200,7 @@ class SegmentWriter(Writer):
     def of_weights(self, op: Op) -> str:
         """The call that computes the router's weights, or their derivative."""
         (tokens, k), experts = map(size, op.values[1].type.shape), size(op.values[0].type.shape[1])
-        given = [
+        inputs = [
             *map(self.array, op.values),
             tokens,
             experts,
@@ -207,7 +209,7 @@ class SegmentWriter(Writer):
             self.names[op.outputs[0]],
             "pool",
         ]
-        return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
+        return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, inputs))});"
 
     def _first_dispatch(self, op: Op) -> list[str]:
         if len(op.values) > 4:
@@ -224,36 +226,41 @@ class SegmentWriter(Writer):
     def _between_ranks(self, op: Op, x: Value, ids: Value, ranks: Any, each: Any) -> list[str]:
         (tokens, slots), width = map(size, ids.type.shape), size(x.type.shape[1])
         sizes = [size(ranks), size(each), op.attrs["experts"], tokens, slots, width]
-        given = [*map(self.array, op.values), *sizes, *(self.names[v] for v in op.outputs)]
-        return [f"if (!{op.kind.name}({', '.join(map(str, given))})) return false;"]
+        inputs = [*map(self.array, op.values), *sizes, *(self.names[v] for v in op.outputs)]
+        return [f"if (!{op.kind.name}({', '.join(map(str, inputs))})) return false;"]
 
     def _first_place(self, op: Op) -> list[str]:
-        (ids, expert_map), (made,) = op.values, op.outputs
-        given = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(expert_map)}"
+        (ids, expert_map), (result,) = op.values, op.outputs
+        arguments = f"{self.array(ids)}, {size(elements(ids.type.shape))}, {self.array(expert_map)}"
         counts = f"{size(expert_map.type.shape[0])}, {op.attrs['here']}"
-        return [f"if (!place({given}, {counts}, {self.names[made]})) return false;"]
+        return [f"if (!place({arguments}, {counts}, {self.names[result]})) return false;"]
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
-        count, made = size(op.attrs["groups"].count), ", ".join(self.names[v] for v in op.outputs)
+        count, outputs = (
+            size(op.attrs["groups"].count),
+            ", ".join(self.names[v] for v in op.outputs),
+        )
         first = op.attrs.get("first_expert")
         check = (
             f"if (!all_below({self.array(ids)}, {size(elements(ids.type.shape))}, {count}, "
             "-1)) return false;"
         )
-        sort = f"route({self.array(ids)}, {size(t)}, {size(slots)}, {first or 0}, {count}, {made});"
+        sort = (
+            f"route({self.array(ids)}, {size(t)}, {size(slots)}, {first or 0}, {count}, {outputs});"
+        )
         return [check, sort] if first is None else [sort]
 
     def _first_invert(self, op: Op) -> list[str]:
-        (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.names[op.outputs[0]]
-        fill = f"for (i64 i = 0; i < {count}; ++i) {made}[{self.array(slot_of)}[i]] = i32(i);"
+        (slot_of,), count, result = op.values, size(op.attrs["rows"]), self.names[op.outputs[0]]
+        fill = f"for (i64 i = 0; i < {count}; ++i) {result}[{self.array(slot_of)}[i]] = i32(i);"
         if made_by_route(self.fusion, slot_of) == "slot_of":
             return [fill]
         # each row was named: -1 means that it was not
-        whole = f"if (!all_below({made}, {count}, {count})) return false;"
+        whole = f"if (!all_below({result}, {count}, {count})) return false;"
         return [
             *self._checked(slot_of, op.attrs["rows"]),
-            f"std::fill({made}, {made} + {count}, -1);",
+            f"std::fill({result}, {result} + {count}, -1);",
             fill,
             whole,
         ]
@@ -261,8 +268,8 @@ class SegmentWriter(Writer):
     def _first_problem_ends(self, op: Op) -> list[str]:
         starts, problem, padded = map(self.array, op.values)
         a, count = op.attrs, size(op.outputs[0].type.shape[0])
-        given = f"{starts}, {problem}, {padded}, {count}, {size(a['rows'])}, {a['n']}, {a['k']}"
-        return [f"if (!problem_ends({given}, {self.names[op.outputs[0]]})) return false;"]
+        arguments = f"{starts}, {problem}, {padded}, {count}, {size(a['rows'])}, {a['n']}, {a['k']}"
+        return [f"if (!problem_ends({arguments}, {self.names[op.outputs[0]]})) return false;"]
 
     def _checked(self, index: Value, limit: Dim) -> list[str]:
         """The check that a whole index is below a limit, unless the operation that made it

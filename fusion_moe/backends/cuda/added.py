@@ -45,13 +45,13 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
         return ["static constexpr i32 ADDED = 0;"]
     product, dtype = plan.added[0], plan.a.type.dtype
     features = known(product.size(product.contracted))
-    found = source.elements().row_in_memory(product.a, _M, features)
+    row = source.elements().row_in_memory(product.a, _M, features)
     if (
         len(plan.added) > 1
         or {product.a.type.dtype, product.b.type.dtype} != {dtype}
         or features % _LANE
-        or found is None
-        or found[1] != _M
+        or row is None
+        or row[1] != _M
     ):
         types = " and ".join(f"{p.a.type} by {p.b.type}" for p in plan.added)
         raise _refusal(
@@ -63,7 +63,7 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
         f"static constexpr i32 ADDED = {features};  // that the added product contracts",
         f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // "
         "whether its matrices are [ADDED, N]",
-        f"__device__ const {dtype}* added_rows() const {{ return {source.names[found[0]]}; }}",
+        f"__device__ const {dtype}* added_rows() const {{ return {source.names[row[0]]}; }}",
         f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} "
         f"+ g * (i64(N) * ADDED); }}",
     ]

@@ -45,11 +45,11 @@ class Step:
     @property
     def chained(self) -> list[str]:
         """What the rows of its product are chained with."""
-        said = {
+        texts = {
             "activations in fragment order, of segment": self.previous,
             "result in fragment order, for segment": self.next,
         }
-        return [f"{what} {i}" for what, i in said.items() if i is not None]
+        return [f"{what} {i}" for what, i in texts.items() if i is not None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Choice:
                     f"    {kernel.title}: {kernel.grid(self.arch)} blocks{clusters} of "
                     f"{kernel.threads} threads{shared}"
                 )
-            yield from (f"    {said}" for said in step.chained)
+            yield from (f"    {text}" for text in step.chained)
         yield f"workspace: {self.workspace.nbytes} bytes"
         for offset, array in sorted(
             zip(self.workspace.offsets, self.workspace.arrays, strict=True),

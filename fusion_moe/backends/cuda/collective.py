@@ -39,7 +39,7 @@ class Collective(Source):
         assert groups is not None
         self.groups, self._ranks = groups, known(groups.count)
         self._parts = [_bytes(v) for v in (rows, *scales)]  # of a row
-        for wrong, found in (
+        for wrong, actual in (
             *((n % PIECE, f"rows of {n} bytes, no multiple of {PIECE}") for n in self._parts),
             (len(scales) > 1, f"{len(scales)} kinds of scales"),
             (self._ranks > _MOST_RANKS, f"{self._ranks} ranks"),
@@ -47,7 +47,7 @@ class Collective(Source):
             (set(fusion.outputs) - set(op.outputs), "a view of what ranks exchange"),
         ):
             if wrong:
-                raise Inexpressible(op, f"{found}: has no kernel here")
+                raise Inexpressible(op, f"{actual}: has no kernel here")
         super().__init__(fusion, op.outputs)
         self.grouped = self.sums.values[0] if self.sums else None
 
@@ -93,27 +93,27 @@ class Collective(Source):
         tokens, own = size(plain(ids.type.shape[0])), [self.array(v) for v in (ids, w, x)]
         rows, all_ids, all_w, ends, *all_scales = (self.names[v] for v in self.op.outputs)
         beside = *map(self.array, scales), *all_scales
-        given = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends, *beside])
+        arguments = ", ".join([call, f"i32({tokens})", *own, all_ids, all_w, rows, ends, *beside])
         equal = str(self.groups.stride == plain(ids.type.shape[0])).lower()
         pieces, order = sum(self._parts[1:]) // PIECE, str(fragment_order).lower()
         dispatch = f"Dispatch<{of}, {stored(ids)}, {stored(w)}, {equal}, {pieces}, {order}>"
-        return self._kernel("dispatch", [f"{dispatch}{{{given}}}.run();"], blocks)
+        return self._kernel("dispatch", [f"{dispatch}{{{arguments}}}.run();"], blocks)
 
     def _combine_from(self, blocks: int) -> list[KernelSource]:
         (y, all_ids, ids, ends, _), (total,) = self.op.values, self.op.outputs
         of, call = self._call(blocks)
         tokens, sent = size(plain(ids.type.shape[0])), [self.array(v) for v in (all_ids, ends)]
-        given = ", ".join([call, *sent, f"i32({tokens})", self.array(ids), self.names[total]])
-        combine = f"const CombineFrom<{of}, {stored(ids)}, {stored(y)}> combine{{{given}}};"
-        made = self._sums() if self.sums else [f"combine.copy({self.array(y)});"]
-        return self._kernel("combine_from", [combine, *made], blocks)
+        arguments = ", ".join([call, *sent, f"i32({tokens})", self.array(ids), self.names[total]])
+        combine = f"const CombineFrom<{of}, {stored(ids)}, {stored(y)}> combine{{{arguments}}};"
+        sums = self._sums() if self.sums else [f"combine.copy({self.array(y)});"]
+        return self._kernel("combine_from", [combine, *sums], blocks)
 
     def _sums(self) -> list[str]:
         """Sends what a combine makes: only slots whose experts are here are read."""
         assert self.sums is not None
         y, sent = self.sums.values[0], self.op.values[0]
-        row, weight, made = self.of_slots(self.sums, self.memory)
-        element, width = self.of_token(made, sent, self.sums), known(sent.type.shape[1])
+        row, weight, result = self.of_slots(self.sums, self.memory)
+        element, width = self.of_token(result, sent, self.sums), known(sent.type.shape[1])
         columns = PIECE // DTYPES[sent.type.dtype].itemsize
         slots, pieces = known(self.op.values[1].type.shape[1]), width // columns
         count = 2 if pieces % 2 == 0 else 1  # that a thread makes at once
@@ -137,7 +137,7 @@ class Collective(Source):
                             *inner(
                                 [
                                     f"const i64 j = {columns} * part + {width // count} * n + v;",
-                                    *made.lines,
+                                    *result.lines,
                                     f"sum.at[v] = stored<{stored(sent)}>({element});",
                                 ]
                             ),

@@ -113,11 +113,11 @@ class Parts:
         """The products of which nothing reads rows of no group: what reads their rows leaves these
         out, or is such a product.
         """
-        found = set[int]()
+        results = set[int]()
         for i, part in reversed([*enumerate(self.parts)]):
-            if _leaves_rest(part.source) and all(self._of_groups(v, found) for v in _rows(part)):
-                found.add(i)
-        return frozenset(found)
+            if _leaves_rest(part.source) and all(self._of_groups(v, results) for v in _rows(part)):
+                results.add(i)
+        return frozenset(results)
 
     def _of_groups(self, v: Value, products: Collection[int]) -> bool:
         """Whether of v only rows of groups are read. products: parts that read no others."""
@@ -139,26 +139,26 @@ class Parts:
     def arrays(self) -> CallArrays:
         """The call's arrays."""
         numbers: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
-        given, places = len(numbers), list[tuple[int, ...]]()
-        made = list[tuple[Source, Value | Array, int]]()
+        argument, places = len(numbers), list[tuple[int, ...]]()
+        created = list[tuple[Source, Value | Array, int]]()
         for i, part in enumerate(self.parts):
             outputs: dict[object, Value] = dict(
                 zip(part.source.fusion.outputs, part.outputs, strict=True)
             )
-            found = [numbers[v] for v in part.inputs]
+            results = [numbers[v] for v in part.inputs]
             arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
             for array in arrays:
                 key = outputs.get(array, (i, array))
                 if key not in numbers:
                     numbers[key] = len(numbers)
-                    made.append((part.source, array, i))
-                found.append(numbers[key])
-            places.append(tuple(found))
+                    created.append((part.source, array, i))
+                results.append(numbers[key])
+            places.append(tuple(results))
         last = {n: i for i, of_part in enumerate(places) for n in of_part}
         end = len(self.parts) - 1  # who records a run reads the ends of groups after it
         inner = tuple(
             Inner(source, array, first, end if _is_ends(array) else last[n])
-            for n, (source, array, first) in enumerate(made, given)
+            for n, (source, array, first) in enumerate(created, argument)
         )
         return CallArrays(tuple(places), inner, numbers)
 

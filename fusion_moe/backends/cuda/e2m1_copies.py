@@ -39,9 +39,9 @@ def kernel(
     *lead, n, k = x.type.shape
     rows = elements((*lead, n))
     scale = "1.f"
-    for given in of_matrix:
-        runs = given.type.shape[len(lead)] if len(given.type.shape) > len(lead) else 1
-        scale = f"{source.array(given, left)}[{_M // (size(n) // size(runs))}]"
+    for argument in of_matrix:
+        runs = argument.type.shape[len(lead)] if len(argument.type.shape) > len(lead) else 1
+        scale = f"{source.array(argument, left)}[{_M // (size(n) // size(runs))}]"
     body = [
         *row,
         f"const auto of_matrix = [&](i64 m) {{ return {scale}; }};",
@@ -54,8 +54,8 @@ def kernel(
 
 def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
     """The `decode_scale` of what a `quantize` rounds, if the same kernel computes it."""
-    made = fusion.producer(op.values[1], "decode_scale") if len(op.values) > 1 else None
-    return made if made is not None and made.values == op.values[:1] else None
+    producer = fusion.producer(op.values[1], "decode_scale") if len(op.values) > 1 else None
+    return producer if producer is not None and producer.values == op.values[:1] else None
 
 
 def scratch(op: Op) -> Array:
@@ -74,9 +74,11 @@ def by_matrix(
     matrices, state = elements(lead), scratch(source.fusion.producers[scale])
     most = encoding.element.maximum * encoding.scales[0].maximum
     types = f"{number}, {SCALES[encoding.name]}, {known(k)}, {_in_tiles(codes)}"
-    given = f"{size(matrices)}, {size(plain(n))}, row, {most!r}f"
+    counts = f"{size(matrices)}, {size(plain(n))}, row, {most!r}f"
     arrays = ", ".join(source.names[v] for v in (codes, scales, scale))
-    make = f"make_e2m1_by_matrix<{types}>({given}, reinterpret_cast<u32*>({state.name}), {arrays});"
+    make = (
+        f"make_e2m1_by_matrix<{types}>({counts}, reinterpret_cast<u32*>({state.name}), {arrays});"
+    )
     tiles = matrices * (ceildiv(plain(n), 16) * -(-known(k) // 64))
     return (
         source.for_all("begin", state.count, [f"{state.name}[i] = 0;"]),

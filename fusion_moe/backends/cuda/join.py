@@ -21,5 +21,5 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
         Part(launch.source, k.segment.inputs, k.segment.outputs)
         for launch, k in zip(launches, kernels, strict=True)
     ]
-    found = parts_of(fusion.inputs, fusion.outputs, parts, launches[0].parts.variant)
-    return tuple(kernels), Call(found) if found else None
+    result = parts_of(fusion.inputs, fusion.outputs, parts, launches[0].parts.variant)
+    return tuple(kernels), Call(result) if result else None

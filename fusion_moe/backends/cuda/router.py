@@ -155,11 +155,13 @@ def _weights(source: Source, weights: Sequence[Op], body: Sequence[str]) -> list
     for op in weights:
         k, experts = _slots(op), size(op.values[0].type.shape[1])
         logits = f"{source.array(op.values[0], source.made_later)} + i * {experts}"
-        made = (
+        outputs = (
             f"Weights<{experts}, {k}, {router.of_weights(op)}>::run({logits}, expert, "
             f"{router.factor(op)})"
         )
         kept = f"stored<{stored(op.outputs[0])}>(w)"
         place = f"{source.names[op.outputs[0]]}[i * {k} + threadIdx.x % 32]"
-        lines.append(f"{{ const float w = {made}; if (threadIdx.x % 32 < {k}) {place} = {kept}; }}")
+        lines.append(
+            f"{{ const float w = {outputs}; if (threadIdx.x % 32 < {k}) {place} = {kept}; }}"
+        )
     return lines

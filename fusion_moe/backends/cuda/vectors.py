@@ -179,9 +179,9 @@ def _branches(body: Sequence[Statement], column: str) -> tuple[list[str], list[S
             continue
         lines.append(f"{s.type} {s.name}_of[{VECTOR}] = {{}};")
         for i, case in enumerate(s.cases):
-            made = of_eight(case.body, [f"{s.name}_of[v] = {case.value};"], column)
+            eight = of_eight(case.body, [f"{s.name}_of[v] = {case.value};"], column)
             head = f"{'else ' if i else ''}if ({case.condition}) {{"
-            lines += [head, *inner(made), "}"]
+            lines += [head, *inner(eight), "}"]
         rest.append(Definition(s.type, s.name, Expression(f"{s.name}_of[v]")))
     return lines, rest
 
@@ -192,12 +192,12 @@ def _reads(s: Statement) -> set[str]:
         return set()
     if isinstance(s, Definition):
         return {*s.value.reads}
-    found = set[str]()
+    results = set[str]()
     for case in s.cases:
         own = {inside.name for inside in case.body if not isinstance(inside, str)}
         read = set[str]().union(*map(_reads, case.body), case.value.reads)
-        found |= {*case.condition.reads} | (read - own)
-    return found
+        results |= {*case.condition.reads} | (read - own)
+    return results
 
 
 def in_vectors(column: Index, width: int) -> bool:

@@ -101,12 +101,12 @@ def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
     """The name of the array that holds a value, possibly through views and reshapes. memory: the
     names of existing arrays.
     """
-    found = v if v in memory else base_of(fusion, v)
-    if found not in memory:
+    result = v if v in memory else base_of(fusion, v)
+    if result not in memory:
         raise UnsupportedError(
             f"{v.name} {v.type} is computed in the same segment that reads it as a whole"
         )
-    return memory[found]
+    return memory[result]
 
 
 class Elements:
@@ -159,14 +159,14 @@ class Elements:
         """An expression for the element as it is stored in memory, which rounds it: a preceding
         cast to that dtype is left out.
         """
-        cast, made = self._fusion.producer(v, "cast"), v
+        cast, result = self._fusion.producer(v, "cast"), v
         if (
             cast is not None
             and v not in self._memory
             and {v.type.dtype, cast.values[0].type.dtype} <= {*_FLOATS}
         ):
-            made = cast.values[0]
-        return f"stored<{stored(v)}>({self.of(made, at)})"
+            result = cast.values[0]
+        return f"stored<{stored(v)}>({self.of(result, at)})"
 
     def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
         """The value in memory, and its row, that are row m of k columns of value v; None if there
@@ -261,12 +261,12 @@ class Elements:
         _, table, ends = op.values
         groups = size(table.type.shape[0])
         known = self._group.get(base_of(self._fusion, ends))
-        found = (
+        result = (
             known(at[0])
             if known
             else Call("group_of", (Variable(self._array(ends)), groups, at[0]))
         )
-        group = self._define("i64", formula("{}", found))
+        group = self._define("i64", formula("{}", result))
         inside = formula("{} < {}", group, groups)
         return inside, self._guarded([(inside, table, [group, at[1]])])
 
@@ -350,8 +350,8 @@ class Elements:
         for condition, v, at in parts:
             inside = type(self)(self._fusion, self._memory, self._known, self._group, self._below)
             inside._names = self._names  # names inside must not hide names outside
-            made = inside.of(v, at)
-            cases.append(Case(condition, tuple(inside.statements), made))
+            result = inside.of(v, at)
+            cases.append(Case(condition, tuple(inside.statements), result))
         self.statements.append(Choice(computed(parts[0][1]), name, tuple(cases)))
         return Variable(name)
 
@@ -396,8 +396,8 @@ class Elements:
         width = plain(v.type.shape[-1])
         if len(at) != 2 or not isinstance(width, int):
             return v, at
-        found = self.row_in_memory(v, at[0], width)
-        return (v, at) if found is None else (found[0], [found[1], at[1]])
+        row = self.row_in_memory(v, at[0], width)
+        return (v, at) if row is None else (row[0], [row[1], at[1]])
 
     def _scale(self, scales: Value, at: Sequence[Index]) -> Expression | Variable:
         if scales.type.dtype in COMPUTED:

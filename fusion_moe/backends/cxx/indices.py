@@ -204,27 +204,27 @@ def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
 
 def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
     """The indices of the element at a position: the inverse of `flat`."""
-    found: list[Index] = []
+    results: list[Index] = []
     for i, d in reversed(list(enumerate(shape))):
         if plain(d) == 1:
-            found.append(ZERO)
+            results.append(ZERO)
         elif i == 0 or elements(shape[:i]) == 1:
-            found.append(at)
+            results.append(at)
         else:
-            found.append(at % size(d))
+            results.append(at % size(d))
             at = at // size(d)
-    return found[::-1]
+    return results[::-1]
 
 
 def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -> list[Index]:
     """The indices in shape `old` of the element at `indices` in shape `new`, with as many elements:
     matching dimensions stay separate.
     """
-    found: list[Index] = []
+    results: list[Index] = []
     for a, b in _matching(new, old):
         one_each = len(new[a]) == len(old[b]) == 1
-        found += indices[a] if one_each else unflat(flat(indices[a], new[a]), old[b])
-    return found
+        results += indices[a] if one_each else unflat(flat(indices[a], new[a]), old[b])
+    return results
 
 
 def is_index(i: Index, own: Index, size: Dim) -> bool:

@@ -169,8 +169,8 @@ class ProductPlan:
     @property
     def memory(self) -> tuple[Value, ...]:
         """What the kernel allocates: results, and its own intermediate values."""
-        made = [v for op in self.first for v in op.outputs]
-        return tuple(dict.fromkeys((*made, *(self.quantized or self.stored))))
+        results = [v for op in self.first for v in op.outputs]
+        return tuple(dict.fromkeys((*results, *(self.quantized or self.stored))))
 
 
 Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that a backend reads
@@ -189,11 +189,11 @@ def plan_product(
     of_added: the readers for added products. of_rows: the dtypes and encodings of activations that
     the backend has kernels for.
     """
-    found, added = main_and_added(fusion)
-    op = found.op
-    if found.kind == "wgrad":
+    result, added = main_and_added(fusion)
+    op = result.op
+    if result.kind == "wgrad":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
-    weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
+    weight, transposed = _weight(fusion, op, dgrad if result.kind == "dgrad" else readers)
     w = op.values[1].type
     _check_activations(op, of_rows)
     for other in added:
@@ -206,12 +206,12 @@ def plan_product(
     of_sums = dependent(fusion.ops, [v for o in sums for v in o.outputs])
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
     summed = dependent(fusion.ops, combine.outputs) if combine else set()
-    made = {v for o in first for v in o.outputs}
-    for product in (found, *added):
-        _need_inside(fusion, product.op, made)
-    if not are_all_rows(fusion, found.ends, found.a.type.shape[0]):
-        _need_ends(fusion, found, made)
-    rows = [v for v in fusion.outputs if v not in made and v not in summed and v not in of_sums]
+    results = {v for o in first for v in o.outputs}
+    for product in (result, *added):
+        _need_inside(fusion, product.op, results)
+    if not are_all_rows(fusion, result.ends, result.a.type.shape[0]):
+        _need_ends(fusion, result, results)
+    rows = [v for v in fusion.outputs if v not in results and v not in summed and v not in of_sums]
     _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
@@ -234,7 +234,7 @@ def plan_product(
         width=width,
         combine=combine,
         tokens=tokens,
-        kind=found.kind,
+        kind=result.kind,
         sums=sums,
         added=added,
         row_order=options.current().row_order,
@@ -304,25 +304,25 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
     """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands for which a
     backend has kernels; alike: both equal.
     """
-    (found,) = products(fusion)
-    of = {found.a.type.dtype, found.b.type.dtype}
+    (actual,) = products(fusion)
+    of = {actual.a.type.dtype, actual.b.type.dtype}
     if not of.issubset(dtypes) or (alike and len(of) > 1):
         raise UnsupportedError(
-            f"a product of {found.a.type} and {found.b.type} over rows has no kernel here",
+            f"a product of {actual.a.type} and {actual.b.type} over rows has no kernel here",
             expected=f"two of {' or '.join(dtypes)}",
         )
-    _need_inside(fusion, found.op, ())
+    _need_inside(fusion, actual.op, ())
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
-    _need_ends(fusion, found, {v for o in first for v in o.outputs})
+    _need_ends(fusion, actual, {v for o in first for v in o.outputs})
     for v in fusion.outputs:
-        if elements(v.type.shape) != elements(found.result.type.shape):
+        if elements(v.type.shape) != elements(actual.result.type.shape):
             raise UnsupportedError(
-                f"{v.name} {v.type} is not as large as the product {found.result.type}"
+                f"{v.name} {v.type} is not as large as the product {actual.result.type}"
             )
-    made = WgradPlan(fusion, found, first, fusion.outputs)
-    for d in (made.n, made.k, made.groups):
+    wgrad_plan = WgradPlan(fusion, actual, first, fusion.outputs)
+    for d in (wgrad_plan.n, wgrad_plan.k, wgrad_plan.groups):
         known(d)
-    return made
+    return wgrad_plan
 
 
 def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
@@ -342,9 +342,11 @@ def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
     """Whether ends are those of one group with all rows, given as a number that the fusion fills
     in.
     """
-    made = fusion.producer(base_of(fusion, ends), "full")
+    producer = fusion.producer(base_of(fusion, ends), "full")
     return (
-        made is not None and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
+        producer is not None
+        and producer.attrs["shape"] == (1,)
+        and producer.attrs["fill_value"] == plain(rows)
     )
 
 
@@ -405,13 +407,13 @@ def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
             f"results of {width} columns have no kernel here", expected=f"at most {_MOST_COLUMNS}"
         )
     for v, op in zip(values, joined, strict=True):
-        found = row_width(v, rows)
-        of_parts = {row_width(x, rows) for x in op.values} if op else {found}
-        if op is not None and (of_parts != {width} or found != len(op.values) * width):
+        result = row_width(v, rows)
+        of_parts = {row_width(x, rows) for x in op.values} if op else {result}
+        if op is not None and (of_parts != {width} or result != len(op.values) * width):
             raise Inexpressible(
                 op, f"a cat of parts that are not of {width} columns has no kernel here"
             )
-        if op is None and found not in (width, known(product.outputs[0].type.shape[1])):
+        if op is None and result not in (width, known(product.outputs[0].type.shape[1])):
             raise UnsupportedError(
                 f"results of {' and '.join(map(str, sorted(widths)))} columns are stored",
                 expected="one width",
@@ -454,9 +456,9 @@ def made_by_route(fusion: Fusion, v: Value) -> str:
     """ "ends", "row_of" or "slot_of" for a result of a `route` of the fusion; "" for anything
     else.
     """
-    made = base_of(fusion, v)
-    op = fusion.producer(made, "route")
-    return "" if op is None else ("ends", "row_of", "slot_of")[op.outputs.index(made)]
+    base = base_of(fusion, v)
+    op = fusion.producer(base, "route")
+    return "" if op is None else ("ends", "row_of", "slot_of")[op.outputs.index(base)]
 
 
 def below(fusion: Fusion, index: Value) -> object:

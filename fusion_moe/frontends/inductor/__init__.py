@@ -54,23 +54,23 @@ def backend(
         for device in devices(inputs):  # where it could not run, it is not compiled
             target.check_device(backends.find(switched.target, device), device, "torch.compile")
         warn_of_float_experts(model)
-        compiled, found = keep(model, switched), list[Found]()
+        compiled, results = keep(model, switched), list[Found]()
         with waiting("compiling a graph") as tell:
 
             def note(result: Found) -> None:
-                found.append(result)
+                results.append(result)
                 programs = {text(region.fusion) for region in result.regions}
                 tell(f"compiling {count(len(programs), 'program')} and the graph around")
 
-            made = compile_with(
+            output = compile_with(
                 FusionPass(switched, note, passes_set(rest)), model, inputs, mode, rest
             )
         # the pass was not called: the code came from a cache
-        if not found and compiled and is_logged():
+        if not results and compiled and is_logged():
             compiled.again(
                 compile_calls, lambda graph, *_: log_found(find_regions(graph, switched))
             )
-        return made
+        return output
     except Error as error:
         raise as_it_is(error) from error.__cause__
 

@@ -56,12 +56,12 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # dispatchers tell tensors by their places
         kwargs = {name: kwargs[name] for name in names if name in kwargs} | kwargs
-        given = (*args, *kwargs.values())
-        at = [i for i, v in enumerate(given) if isinstance(v, Tensor)]
-        tensors, kept = dispatcher.dispatch(self, tuple(given[i] for i in at))
-        made = dict(zip(at, tensors, strict=True))
-        given = tuple(made.get(i, v) for i, v in enumerate(given))
-        y = inner(self, *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        inputs = (*args, *kwargs.values())
+        at = [i for i, v in enumerate(inputs) if isinstance(v, Tensor)]
+        tensors, kept = dispatcher.dispatch(self, tuple(inputs[i] for i in at))
+        results = dict(zip(at, tensors, strict=True))
+        inputs = tuple(results.get(i, v) for i, v in enumerate(inputs))
+        y = inner(self, *inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :], strict=True)))
         return dispatcher.combine(y, kept)
 
     module.forward = MethodType(forward, module)

@@ -225,7 +225,7 @@ def _check_dispatch(
     plans = {"all_to_all": ("ep", "ep_tp"), "symmetric": ("ep",)}.get(dispatch, PLANS)
     takes_capacity = ("all_to_all", "symmetric") if isinstance(capacity, int) else ("all_to_all",)
     a_part = capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1
-    for wrong, found, expected in (
+    for wrong, actual, expected in (
         (sent and tokens != "sharded", f"{named}, tokens = {tokens!r}", "tokens = 'sharded'"),
         (plan not in plans, f"{named}, plan = {plan!r}", f"plan = {_either(plans)}"),
         (
@@ -250,7 +250,7 @@ def _check_dispatch(
         ),
     ):
         if wrong:
-            raise OptionError(found, expected=expected, where="parallelize_")
+            raise OptionError(actual, expected=expected, where="parallelize_")
 
 
 def _either(names: Iterable[str]) -> str:

@@ -76,9 +76,9 @@ class GroupMemory:
 
     def _need_all(self, why: str) -> None:
         """UnsupportedError on all ranks if any has a reason."""
-        if found := next(filter(None, self._of_all(why)), ""):
+        if match := next(filter(None, self._of_all(why)), ""):
             raise UnsupportedError(
-                found, expected=f"at most {_MOST_RANKS} ranks of one node, which share memory"
+                match, expected=f"at most {_MOST_RANKS} ranks of one node, which share memory"
             )
 
     def _why_not_allocated(self) -> str:
@@ -92,20 +92,20 @@ class GroupMemory:
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
         """The one of a group, for all its layers."""
-        found = cls._of_groups.get(group.group_name)
-        if found is None or found.group is not group:
-            found = cls._of_groups[group.group_name] = cls(group, device)
-        return found
+        entry = cls._of_groups.get(group.group_name)
+        if entry is None or entry.group is not group:
+            entry = cls._of_groups[group.group_name] = cls(group, device)
+        return entry
 
     def layer(self, experts: int, features: int) -> Layer:
         """One more layer. experts: of all ranks. OptionError unless all ranks have the same layers,
         in the same order.
         """
-        made = Layer(self, len(self._layers), experts, features)
-        self._need_agreement((self.tokens, self.row), made)
-        self._layers.append(made)
-        self._tell([made])
-        return made
+        layer = Layer(self, len(self._layers), experts, features)
+        self._need_agreement((self.tokens, self.row), layer)
+        self._layers.append(layer)
+        self._tell([layer])
+        return layer
 
     def allocate(self, tokens: int) -> None:
         """Memory for so many tokens of each rank, before the first call: in bf16, or float32 on
@@ -140,15 +140,15 @@ class GroupMemory:
 
     def _allocate(self, tokens: int, row: int) -> None:
         nbytes = region_bytes(self.ranks, tokens, row)
-        said = (
+        text = (
             f"{amount(nbytes, 'B')} on each of {self.ranks} ranks for {tokens:,} tokens of "
             f"{row:,} bytes, shared by {len(self._layers)} layers"
         )
         if nbytes >= MUCH and self.rank == 0:
-            phase(f"dispatch='symmetric' allocates {said}")
+            phase(f"dispatch='symmetric' allocates {text}")
         if self.device.type == "cuda":
             free = min(self._of_all(torch.cuda.mem_get_info(self.device)[0]))
-            self._need_free(nbytes, free, said)
+            self._need_free(nbytes, free, text)
         self._wait()  # for calls that use what there is
         self.tokens = self.row = 0
         self._tell(self._layers)  # if the next line raises, no call may find what was freed
@@ -221,9 +221,9 @@ class GroupMemory:
         return (own, handle), [int(pointer) for pointer in handle.buffer_ptrs]
 
     def _of_all(self, x: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, x, self.group)
-        return found
+        results: list[Any] = [None] * self.ranks
+        dist.all_gather_object(results, x, self.group)
+        return results
 
 
 class Layer:
@@ -278,15 +278,15 @@ def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
         top_k_weights: Tensor,
         adapters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
+        inputs: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
         if adapters and "lora_of" in adapters:
             if not torch.compiler.is_compiling():
                 say_collectives("tokens have adapters of their own")
-            return by_collectives(self, *given, adapters)
+            return by_collectives(self, *inputs, adapters)
         if takes_arguments:
-            given = *given, {**(adapters or {}), **layer.arguments()}
+            inputs = *inputs, {**(adapters or {}), **layer.arguments()}
         if torch.compiler.is_compiling():
-            return inner(self, *given)
+            return inner(self, *inputs)
         with layer.memory.turns.next():
             tokens = math.prod(hidden_states.shape[:-1])
             if most and tokens > most:
@@ -298,7 +298,7 @@ def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
                 )
             computed = hidden_states if takes_arguments else next(self.parameters())
             layer.need(most or max(tokens, 1), computed.element_size())
-            y = inner(self, *given)
+            y = inner(self, *inputs)
         if y.is_cuda and y.grad_fn is not None:
             y.grad_fn.register_prehook(layer.memory.take_turn)
         return y
@@ -354,9 +354,9 @@ def _why_not_shared(places: Sequence[Place], rank: int) -> str:
 
 
 def _need_agreement(found: list[Any]) -> None:
-    for rank, (said, mine) in enumerate((x, found[0]) for x in found):
-        if said != mine:
-            (tokens, row), layers = said
+    for rank, (text, mine) in enumerate((x, found[0]) for x in found):
+        if text != mine:
+            (tokens, row), layers = text
             (tokens_0, row_0), layers_0 = mine
             raise OptionError(
                 f"rank {rank} has {_layers(layers)} and calls with {tokens} tokens of {row} bytes, "
@@ -375,9 +375,9 @@ def _layers(layers: list[tuple[int, int]]) -> str:
 
 def _forbid_multicast() -> None:
     for name, value in NO_MULTICAST.items():
-        if (found := os.environ.setdefault(name, value)) != value:
+        if (entry := os.environ.setdefault(name, value)) != value:
             raise OptionError(
-                f"{name}={found}",
+                f"{name}={entry}",
                 expected=f"{value}: the exchange works without multicast",
                 todo="unset it before processes start",
                 where="dispatch='symmetric'",

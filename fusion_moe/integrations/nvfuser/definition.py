@@ -75,13 +75,13 @@ def write(w: Writer, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, 
     outputs.
     """
     w.fusion, w.sizes = fusion, sizes
-    made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+    results: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
     for op in fusion.ops:
         outputs = RULES[op.kind.name](
-            w, op, *(made[v] if isinstance(v, Value) else v for v in op.inputs)
+            w, op, *(results[v] if isinstance(v, Value) else v for v in op.inputs)
         )
-        made.update(zip(op.outputs, outputs if len(op.outputs) > 1 else (outputs,), strict=True))
-    return [made[v] for v in fusion.outputs]
+        results.update(zip(op.outputs, outputs if len(op.outputs) > 1 else (outputs,), strict=True))
+    return [results[v] for v in fusion.outputs]
 
 
 def _input(fd: Any, fusion: Fusion, number: int, arguments: list[Argument]) -> Any:

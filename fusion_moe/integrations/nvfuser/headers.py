@@ -23,9 +23,9 @@ def check_headers() -> None:
     """UnsupportedError if nvFuser finds no matching headers: its wheel is built for the CUDA
     version of the installed torch.
     """
-    wanted, found = str(torch.version.cuda), _version(FOLDER)
-    if found.split(".")[0] != wanted.split(".")[0]:
-        why = f"{FOLDER} has those of CUDA {found}" if found else f"{FOLDER} has none"
+    wanted, version = str(torch.version.cuda), _version(FOLDER)
+    if version.split(".")[0] != wanted.split(".")[0]:
+        why = f"{FOLDER} has those of CUDA {version}" if version else f"{FOLDER} has none"
         raise UnsupportedError(
             f"nvFuser compiles sorts with the headers of a CUDA toolkit, and {why}",
             expected=f"those of CUDA {wanted}, or of its major version",
@@ -37,11 +37,11 @@ def check_headers() -> None:
 def _version(folder: Path) -> str:
     """The version of the toolkit with these headers, "12.8"; "" if some are missing."""
     header = folder / "cuda.h"
-    found = (
+    match = (
         re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.M)
         if header.is_file()
         else None
     )
-    if found is None or not any((root / _CUB).is_file() for root in (folder, folder / "cccl")):
+    if match is None or not any((root / _CUB).is_file() for root in (folder, folder / "cccl")):
         return ""
-    return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+    return f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"

@@ -56,9 +56,9 @@ def _computed(w: Writer, op: Op, *inputs: Any) -> Any:
         w.to(x, "f32") if isinstance(v, Value) and v.type.dtype in ("bf16", "f16") else x
         for v, x in zip(op.inputs, inputs, strict=True)
     ]
-    made = op.outputs[0].type.dtype
-    name = "logical_and" if (op.kind.name, made) == ("mul", "bool") else op.kind.name
-    return w.to(getattr(w, name)(*wide), made)
+    result = op.outputs[0].type.dtype
+    name = "logical_and" if (op.kind.name, result) == ("mul", "bool") else op.kind.name
+    return w.to(getattr(w, name)(*wide), result)
 
 
 def _cast(w: Writer, op: Op, x: Any) -> Any:

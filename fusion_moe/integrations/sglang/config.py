@@ -45,9 +45,9 @@ class FusionMoeModelOptConfig(AnyDtype, ModelOptFp4Config):
             and not isinstance(method, UnquantizedLinearMethod)
             and get_device().device == "cpu"
         ):
-            found, todo = "a linear layer in NVFP4 on a CPU", "quantize experts alone"
+            actual, todo = "a linear layer in NVFP4 on a CPU", "quantize experts alone"
             raise UnsupportedError(
-                found, expected="one in floats, or a GPU", todo=todo, where=prefix
+                actual, expected="one in floats, or a GPU", todo=todo, where=prefix
             )
         return method
 
@@ -89,9 +89,9 @@ class FusionMoeConfig(Chooser, QuantizationConfig):
             return FusionMoeModelOptConfig.from_config(dict(config))
         if method == "mxfp4":
             return FusionMoeMxfp4Config.from_config(dict(config))
-        found = f"quant_method {method!r}" + (f", quant_algo {algorithm}" if algorithm else "")
+        actual = f"quant_method {method!r}" + (f", quant_algo {algorithm}" if algorithm else "")
         raise UnsupportedError(
-            found,
+            actual,
             expected="ModelOpt's NVFP4 or W4A16_NVFP4, or MXFP4",
             todo=f"leave out --quantization {NAME}",
             where="SGLang",

@@ -103,8 +103,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         """
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         biases = [getattr(layer, name).data if layer.with_bias else None for name in _BIASES]
-        made = [f"{w}_{part}" for w in ("w13", "w2") for part in (*self.parts, *self.unread)]
-        for name in (*made, *(name for name in _BIASES if hasattr(layer, name))):
+        results = [f"{w}_{part}" for w in ("w13", "w2") for part in (*self.parts, *self.unread)]
+        for name in (*results, *(name for name in _BIASES if hasattr(layer, name))):
             delattr(layer, name)
         on_input = self.moe_runner_config.apply_router_weight_on_input
         layer.fusion_moe = Experts(
@@ -118,8 +118,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         # SGLang's answer to requests to load new weights; its loader would skip experts
         layer._derived_weight_cache_error = _NO_UPDATE
         with _order():
-            said = serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k)
-        log_once(said)
+            text = serve_(layer.fusion_moe, layer.params_dtype, self.moe_runner_config.top_k)
+        log_once(text)
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         """Tokens [T, H] and their slots -> [T, H]: the partial sum of this rank's experts or
@@ -245,9 +245,9 @@ def activation_of(config: Any, scheme: Scheme) -> str:
             return swiglu(limit=config.swiglu_limit)
         if config.gate_up_interleaved and beta is None and scheme is PACKED_MXFP4:
             return swiglu(1, limit=limit, alpha=alpha, up_offset=1.0)
-    found = f"experts in {scheme.name} with activation {config.activation!r}" + "".join(
+    text = f"experts in {scheme.name} with activation {config.activation!r}" + "".join(
         f", {name} {value}"
         for name in ("is_gated", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         if (value := getattr(config, name, None)) not in (None, True)
     )
-    raise unsupported("SGLang", found, "SwiGLU, or gpt-oss's in MXFP4", LEAVE)
+    raise unsupported("SGLang", text, "SwiGLU, or gpt-oss's in MXFP4", LEAVE)

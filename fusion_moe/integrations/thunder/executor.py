@@ -81,13 +81,13 @@ class FusionMoe(FusionExecutor):
             if kind is None:
                 fused += bsyms
                 continue
-            made, found = self._fused(bsyms, read_later[places[-1]], counter)
-            fused += made
-            _add(heard.setdefault(kind, Found()), found)
-        for backward, found in heard.items():
-            log_found(found)
+            output, value = self._fused(bsyms, read_later[places[-1]], counter)
+            fused += output
+            _add(heard.setdefault(kind, Found()), value)
+        for backward, value in heard.items():
+            log_found(value)
             if not backward and (listener := _listener.get()) is not None:
-                listener.append(found)
+                listener.append(value)
         result = from_trace(trace)
         result.bound_symbols = fused
         result = dce(result)
@@ -121,8 +121,8 @@ class FusionMoe(FusionExecutor):
         whole: dict[int, NotFused] = {}  # bound symbols of which a region would take only a part
         while True:
             seen = TraceGraph(bsyms, read, whole)
-            found = find_regions(seen.graph, options.current())
-            inside = {n: k for k, region in enumerate(found.regions) for n in region.nodes}
+            regions = find_regions(seen.graph, options.current())
+            inside = {n: k for k, region in enumerate(regions.regions) for n in region.nodes}
             parts = {
                 i: _would_split(nodes)
                 for i, nodes in enumerate(seen.nodes)
@@ -131,20 +131,20 @@ class FusionMoe(FusionExecutor):
             if not parts:
                 break
             whole.update(parts)
-        found.not_fused += whole.values()
+        regions.not_fused += whole.values()
         if _listener.get() is None:
-            limit(found, options.current())
+            limit(regions, options.current())
         groups: dict[int, list[int]] = {}
         for i, nodes in enumerate(seen.nodes):
-            if nodes and inside.get(nodes[0], len(found.regions)) < len(found.regions):
+            if nodes and inside.get(nodes[0], len(regions.regions)) < len(regions.regions):
                 groups.setdefault(inside[nodes[0]], []).append(i)
         taken = {i for members in groups.values() for i in members}
         items = [(i, bsym) for i, bsym in enumerate(bsyms) if i not in taken]
         for k, members in groups.items():
             replaced = [bsyms[i] for i in members]
-            one = self._bound(seen, found.regions[k], replaced, next(counter))
+            one = self._bound(seen, regions.regions[k], replaced, next(counter))
             items.append((members[-1], one))
-        return in_order(items), found
+        return in_order(items), regions
 
     def _bound(
         self, seen: TraceGraph, part: Region | Walk, bsyms: Sequence[BoundSymbol], count: int

@@ -173,12 +173,12 @@ class TraceGraph:
                         *_read(local, part.args), **_read(local, part.kwargs)
                     )
                     local.update(_named(part.output, result))
-                made = _named(bsym.output, _read(local, output))
+                named = _named(bsym.output, _read(local, output))
                 for p in bsym.flat_proxy_outs:
-                    value, dtype = made[p.name], dtypes.to_torch_dtype(p.dtype)
+                    value, dtype = named[p.name], dtypes.to_torch_dtype(p.dtype)
                     if (tuple(value.shape), value.dtype) != (tuple(p.shape), dtype):
                         raise UnsupportedError(f"{bsym.sym.name} returned {value}", expected=str(p))
-                    self._name(p, made[p.name])
+                    self._name(p, named[p.name])
         except Exception:  # whatever the error: thunder runs this bound symbol itself
             return False
         return True
@@ -286,9 +286,9 @@ def in_order(items: Sequence[tuple[int, BoundSymbol]]) -> list[BoundSymbol]:
 
 def _inputs(bsyms: Sequence[BoundSymbol]) -> list[TensorProxy]:
     """The tensors that bound symbols read but do not make."""
-    made = {p.name for bsym in bsyms for p in bsym.flat_proxy_outs}
+    results = {p.name for bsym in bsyms for p in bsym.flat_proxy_outs}
     read = {p.name: p for bsym in bsyms for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)}
-    return [p for name, p in read.items() if name not in made]
+    return [p for name, p in read.items() if name not in results]
 
 
 def _runnable(bsym: BoundSymbol) -> tuple[Sequence[BoundSymbol], Any]:

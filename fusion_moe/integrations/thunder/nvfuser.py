@@ -135,10 +135,10 @@ class ForNvFuser(FusionExecutor):
         self, trace: TraceCtx, bsym: BoundSymbol, codes: TensorProxy, form: str, transposed: bool
     ) -> BoundSymbol:
         with tracectx(trace):
-            made = self._form.bind(
+            result = self._form.bind(
                 codes, form, transposed, output=_form_meta(codes, form, transposed)
             )
-        return made.from_bsym(
+        return result.from_bsym(
             tags=set(bsym.tags),
             source_filename=bsym.source_filename,
             source_positions=bsym.source_positions,
@@ -173,12 +173,12 @@ def _write(
     op: OpOverload, *args: Any, fd: Any, lc_to_nv_map: Any, forms: Any, **kwargs: Any
 ) -> Any:
     """The translator for thunder: writes the Fusion of a call into thunder's definition."""
-    given = [lc_to_nv_map[p] for p in tensors_in((args, kwargs))]
+    inputs = [lc_to_nv_map[p] for p in tensors_in((args, kwargs))]
     for i, form, _ in forms:
-        given[i] = _only(form, given[i])
+        inputs[i] = _only(form, inputs[i])
     with detached_trace():
         lowered = lower(op, *_with_codes(args, kwargs, forms))
-    outputs = inline(fd, lowered.fusion, [given[i] for i in lowered.inputs])
+    outputs = inline(fd, lowered.fusion, [inputs[i] for i in lowered.inputs])
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -189,9 +189,9 @@ def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
     with recorded(op, args, kwargs) as call:
         pass
     graph, results = call.recorder.graph, [call.recorder.node(r) for r in call.results]
-    made = [n for n in graph.nodes if n.op == "call_function"]
+    outputs = [n for n in graph.nodes if n.op == "call_function"]
     graph.output(tuple(results))
-    walk = Walk(made)
+    walk = Walk(outputs)
     if walk.refused:
         raise next(iter(walk.refused.values()))
     if walk.outputs != results:

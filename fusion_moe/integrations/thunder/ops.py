@@ -145,9 +145,9 @@ def recorded(
     inputs = [recorder.graph.placeholder(f"x{i}") for i in range(len(tensors))]
     for node, t in zip(inputs, tensors, strict=True):
         recorder.give(node, t)
-    given = iter(tensors)
+    argument = iter(tensors)
     fake_args, fake_kwargs = tree_map(
-        lambda a: next(given) if isinstance(a, TensorProxy) else as_torch(a), (args, kwargs)
+        lambda a: next(argument) if isinstance(a, TensorProxy) else as_torch(a), (args, kwargs)
     )
     with recorder.running(), torch.enable_grad():
         result = op(*fake_args, **fake_kwargs)
@@ -217,14 +217,14 @@ class RecordedBackward:
                     seed_nodes[i] = call.recorder.graph.placeholder(f"g{i}")
                     call.recorder.give(seed_nodes[i], seeds[i])
             outputs, x = [call.results[i] for i in seeds], [call.tensors[i] for i in wanted]
-            found = (
+            grad = (
                 torch.autograd.grad(outputs, x, list(seeds.values()), allow_unused=True)
                 if outputs and x
                 else [None] * len(x)
             )
             grads = {
                 i: None if g is None else call.recorder.node(g)
-                for i, g in zip(wanted, found, strict=True)
+                for i, g in zip(wanted, grad, strict=True)
             }
         results, nodes = [call.recorder.node(r) for r in call.results], call.recorder.graph.nodes
         saves = op.namespace == NAMESPACE and not any(n.target is op for n in nodes)
@@ -309,11 +309,13 @@ def _autocast(symbol: Symbol, spec: Spec, *args: Any, dtype: Any, **kwargs: Any)
     """thunder's autocast rule of an operation: calls it with the arguments that torch's autocast
     would make.
     """
-    given = named_arguments(spec.name, args, kwargs)
-    changed = casted(spec, given, partial(maybe_downcast_to, dtype), dtypes.to_torch_dtype(dtype))
-    positional = list(given)[: len(args)]
+    arguments = named_arguments(spec.name, args, kwargs)
+    changed = casted(
+        spec, arguments, partial(maybe_downcast_to, dtype), dtypes.to_torch_dtype(dtype)
+    )
+    positional = list(arguments)[: len(args)]
     return symbol(
-        *({**given, **changed}[n] for n in positional),
+        *({**arguments, **changed}[n] for n in positional),
         **{**kwargs, **{n: v for n, v in changed.items() if n not in positional}},
     )
 

@@ -248,15 +248,15 @@ def compared(
             steps[contender.name] = decoder = contender.decoder(length, batch)
             decoder.prompt(_ids(contender.model, batch, context))
         phase(f"timing steps of {count(batch, 'sequence')}")
-        for name, found in alternating(
+        for name, result in alternating(
             {n: d.step for n, d in steps.items()}, times, repeats
         ).items():
-            yield Row("decode", name, batch, found)
+            yield Row("decode", name, batch, result)
     phase(f"timing prompts of {count(prompt, 'token')}")
     ids = _ids(contenders[0].model, 1, prompt)
     prompts = {c.name: partial(c.read, ids) for c in _for_tokens(contenders, prompt)}
-    for name, found in alternating(prompts, 1, repeats).items():
-        yield Row("prompt", name, prompt, found)
+    for name, result in alternating(prompts, 1, repeats).items():
+        yield Row("prompt", name, prompt, result)
 
 
 def compared_modes(
@@ -281,8 +281,8 @@ def compared_modes(
             ("between tokens", times, {name: d.step for name, d in ready.items()}),
         ):
             phase(f"timing: {of}")
-            found = alternating(calls, calls_each, repeats)
-            yield from (replace(row, of=of, times=found.get(row.name)) for row in rows)
+            result = alternating(calls, calls_each, repeats)
+            yield from (replace(row, of=of, times=result.get(row.name)) for row in rows)
 
 
 def _started(contender: Contender, length: int, ids: Tensor) -> tuple[Decoder | None, Row]:
@@ -306,8 +306,8 @@ def _started(contender: Contender, length: int, ids: Tensor) -> tuple[Decoder | 
 
 def why_not(error: Exception) -> str:
     """An error as a line; of ours the sentence alone."""
-    said = str(error) if isinstance(error, Error) else message(error)
-    return " ".join(said.split())
+    text = str(error) if isinstance(error, Error) else message(error)
+    return " ".join(text.split())
 
 
 def _for_tokens(contenders: Sequence[Contender], tokens: int) -> list[Contender]:
@@ -337,13 +337,13 @@ def alternating(
     calls: Mapping[str, Callable[[], object]], times: int, repeats: int
 ) -> dict[str, Times]:
     """What each call takes, in runs of so many calls, in turns. The first run does not count."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    results: dict[str, list[float]] = {name: [] for name in calls}
     for _ in progress(range(repeats + 1), "turns", repeats + 1):
         for name, call in calls.items():
-            found[name].append(_seconds(call, times))
+            results[name].append(_seconds(call, times))
     return {
         name: Times(statistics.median(kept), min(kept), max(kept))
-        for name, (_, *kept) in found.items()
+        for name, (_, *kept) in results.items()
     }
 
 

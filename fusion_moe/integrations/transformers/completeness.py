@@ -20,7 +20,9 @@ def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -
     """
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     others = replaced.entries.keys() - replaced.taken
-    provided = {made for name in others for made in _made_of(name, converters)} | new_heads(model)
+    provided = {result for name in others for result in _made_of(name, converters)} | new_heads(
+        model
+    )
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
     known = model.state_dict()
     missing = [

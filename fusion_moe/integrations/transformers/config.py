@@ -57,8 +57,8 @@ class ModelOptConfig(QuantizationConfigMixin):
     @property
     def experts(self) -> nn_config.QuantizationConfig:
         """How experts are computed: as the caller says, else as the directory says."""
-        said = dict(self.__dict__.get("experts_config", own_entries(self.__dict__)))
-        return nn_config.CONFIGS[said.pop("encoding", "nvfp4")](**said)
+        texts = dict(self.__dict__.get("experts_config", own_entries(self.__dict__)))
+        return nn_config.CONFIGS[texts.pop("encoding", "nvfp4")](**texts)
 
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
@@ -83,8 +83,8 @@ def in_transformers_form(config: nn_config.QuantizationConfig) -> QuantizationCo
     """The same configuration, of a class as transformers wants it."""
     classes: tuple[Any, ...] = (NVFP4Config, MXFP4Config, INT4Config, FP8Config)
     cls = next(cls for cls in classes if isinstance(config, cls.__mro__[1]))
-    made: QuantizationConfigMixin = cls(**asdict(config))
-    return made
+    result: QuantizationConfigMixin = cls(**asdict(config))
+    return result
 
 
 def experts_config(asked: Any) -> dict[str, Any] | None:
@@ -106,10 +106,10 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
         return None
     fields = {"weight_block_size": (128, 128), "activation_scheme": "dynamic", "dequantize": False}
     for name, value in fields.items():
-        found = getattr(asked, name)
-        if (tuple(found) if isinstance(found, list) else found) != value:
+        actual = getattr(asked, name)
+        if (tuple(actual) if isinstance(actual, list) else actual) != value:
             raise UnsupportedError(
-                f"{name} = {found!r}", expected=repr(value), where=type(asked).__name__
+                f"{name} = {actual!r}", expected=repr(value), where=type(asked).__name__
             )
     return asdict(nn_config.NVFP4Config("fp8", "fp8"))
 

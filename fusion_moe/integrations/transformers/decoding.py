@@ -133,11 +133,11 @@ class Decoder:
             self.model.set_experts_implementation(self.experts[which])
 
     def _call(self, model: Callable[..., Any], ids: Tensor | None = None) -> None:
-        given = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
-        found = model(self.ids if ids is None else ids, **given)
+        inputs = {cache_argument(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
+        result = model(self.ids if ids is None else ids, **inputs)
         if not self._fixed:  # a model that classifies tokens has none
-            self.cache = getattr(found, "past_key_values", None)
-        self.ids.copy_(self.choose(found.logits[:, -1]))
+            self.cache = getattr(result, "past_key_values", None)
+        self.ids.copy_(self.choose(result.logits[:, -1]))
 
     @torch.no_grad()
     def _captured(self, compiled: Callable[..., Any]) -> Callable[[], object]:
@@ -217,8 +217,8 @@ def shared_keys(
     scores = (together @ key.mT).float() * (d**-0.5 if scaling is None else scaling)
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -torch.inf)
-    found = scores.softmax(-1).to(value.dtype) @ value
-    return found.reshape(batch, 1, heads, value.shape[-1]), None
+    result = scores.softmax(-1).to(value.dtype) @ value
+    return result.reshape(batch, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(SHARED_KEYS, shared_keys)

@@ -147,14 +147,14 @@ def _record(model: Any, hooks: ExitStack) -> dict[str, Tensor]:
     """The experts int [T, k] of the tokens that a model reads last, by the name of each module of
     experts, until the hooks are closed.
     """
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
 
     def add(name: str, _: Any, args: Any, kwargs: Any) -> None:
         index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        found[name] = index.reshape(-1, index.shape[-1]).cpu()
+        results[name] = index.reshape(-1, index.shape[-1]).cpu()
 
     for name, module in model.named_modules():
         if isinstance(module, Projections) or contract_of(module):
             hook = module.register_forward_pre_hook(partial(add, name), with_kwargs=True)
             hooks.callback(hook.remove)
-    return found
+    return results

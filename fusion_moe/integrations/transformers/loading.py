@@ -141,28 +141,36 @@ def from_pretrained(
             directory = None
     elif directory is not None:
         _check_json(directory, kwargs)
-    arguments, said = kwargs, opened.config if opened else None
-    config, kwargs = _configuration(directory, kwargs, said)
+    arguments, text = kwargs, opened.config if opened else None
+    config, kwargs = _configuration(directory, kwargs, text)
     if directory is not None and not opened:
         _check_tensors(directory, arguments)
     auto_class = auto_class or _class_named(config, where, kwargs)
-    if found := quantization_of(config.to_dict()) or (
+    if quantization := quantization_of(config.to_dict()) or (
         _beside(directory, _some_of(kwargs, _OF_HUB)) if directory and not opened else {}
     ):
-        found = {**found, "source": method_of(found, where), "quant_method": "fusion_moe"}
-        found.pop(IN_4BIT, None)  # before which transformers sees no quant_method
+        quantization = {
+            **quantization,
+            "source": method_of(quantization, where),
+            "quant_method": "fusion_moe",
+        }
+        quantization.pop(IN_4BIT, None)  # before which transformers sees no quant_method
         if asked := experts_config(kwargs.get("quantization_config")):
-            found["experts_config"] = asked
+            quantization["experts_config"] = asked
             del kwargs["quantization_config"]
-        set_quantization(config, found)
+        set_quantization(config, quantization)
     kwargs["ignore_mismatched_sizes"] = True  # whose error does not name them
     with _explained(where, auto_class, config):
         if directory is None or kwargs.get("state_dict") is not None:
-            given, file = kwargs["state_dict"], Path(where if opened else "state_dict")
-            entries = {name: Entry(name, t.dtype, (*t.shape,), file) for name, t in given.items()}
-            entries, made = as_matrices(entries, lambda name: given[name][...], config.to_dict())
+            argument, file = kwargs["state_dict"], Path(where if opened else "state_dict")
+            entries = {
+                name: Entry(name, t.dtype, (*t.shape,), file) for name, t in argument.items()
+            }
+            entries, result = as_matrices(
+                entries, lambda name: argument[name][...], config.to_dict()
+            )
             tensors = Tensors(
-                entries, lambda name: made[name]() if name in made else given[name][...]
+                entries, lambda name: result[name]() if name in result else argument[name][...]
             )
             model, info = _in_place_of_files(tensors, auto_class, config, kwargs, directory)
         elif mesh is None:
@@ -322,9 +330,9 @@ def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, An
     names = architectures_of(vars(config), f"{directory}: {CONFIG}")
     if kwargs.get("trust_remote_code") and hasattr(config, "auto_map"):
         return AutoModelForCausalLM
-    found: list[Any] = [getattr(transformers, name, None) for name in names]
+    results: list[Any] = [getattr(transformers, name, None) for name in names]
     models: list[Any] = [
-        kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+        kind for kind in results if isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     ]
     return next(
         (kind for kind in models if isinstance(config, kind.config_class or ())),
@@ -437,16 +445,16 @@ def _shared(
         config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
     share = Share(directory, division)
     tensors = Tensors(directory.tensors, directory.read, share)
-    made, info = _in_place_of_files(tensors, auto_class, config, kwargs | {"state_dict": share})
+    result, info = _in_place_of_files(tensors, auto_class, config, kwargs | {"state_dict": share})
     if in_floats:
-        made.hf_quantizer.remove_quantization_config(made)
-    share.join(made)
-    read_adapters_(made, directory.path)
-    made.name_or_path = made.config.name_or_path = str(directory.path)
-    if made.can_generate():
+        result.hf_quantizer.remove_quantization_config(result)
+    share.join(result)
+    read_adapters_(result, directory.path)
+    result.name_or_path = result.config.name_or_path = str(directory.path)
+    if result.can_generate():
         with contextlib.suppress(OSError):  # without the file, it is made from the configuration
-            made.generation_config = GenerationConfig.from_pretrained(directory.path)
-    return made, info
+            result.generation_config = GenerationConfig.from_pretrained(directory.path)
+    return result, info
 
 
 def _class_and_config(auto_class: Any, config: Any) -> tuple[Any, Any]:

@@ -280,9 +280,9 @@ class FusionMoeQuantizer(HfQuantizer):
             return config.original()
         if len(encodings) == 1:
             return written_config(model, *encodings)
-        found = " and ".join(sorted(e.name for e in encodings)) or "no encoded weights"
+        actual = " and ".join(sorted(e.name for e in encodings)) or "no encoded weights"
         raise UnsupportedError(
-            f"{found} of a {config.method} directory to save",
+            f"{actual} of a {config.method} directory to save",
             expected="NVFP4, or weights as they were loaded",
         )
 

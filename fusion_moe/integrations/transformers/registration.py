@@ -62,9 +62,9 @@ def _num_parameters(
     count: Any, self: Any, only_trainable: bool = False, *args: Any, **kwargs: Any
 ) -> int:
     """Counts an encoded weight as its numbers, N x K, not as codes and scales."""
-    found = int(count(self, only_trainable, *args, **kwargs))
+    value = int(count(self, only_trainable, *args, **kwargs))
     encoded = [m for m in self.modules() if isinstance(m, PackedModule) and not m.encoding.plain]
-    return found + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
+    return value + (0 if only_trainable else sum(map(_beyond_parts, encoded)))
 
 
 def _beyond_parts(module: PackedModule) -> int:

@@ -101,8 +101,8 @@ def replace_modules(
     together = quantizes and any(map(_is_fp8_expert, stored.values()))
     encoded = replaced.weights if together else stored
     for name, module in dict(model.named_modules()).items():
-        if (found := _experts_at(name, module, replaced.weights, encoded)) is not None:
-            _replace_experts(replaced, model, name, module, *found, config, quantizes)
+        if (experts := _experts_at(name, module, replaced.weights, encoded)) is not None:
+            _replace_experts(replaced, model, name, module, *experts, config, quantizes)
         elif (
             name in stored
             and isinstance(module._parameters.get("weight"), nn.Parameter)

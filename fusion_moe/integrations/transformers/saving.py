@@ -267,4 +267,4 @@ def with_own_entries(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
         )
     rules = {m.scales for m in model.modules() if isinstance(m, PackedModule)}
     entries = {"activation_format": formats, "scales": [*rules] if len(rules) == 1 else []}
-    return rest | {k: its[0] for k, its in entries.items() if its not in ([], ["bf16"], ["max"])}
+    return rest | {k: own[0] for k, own in entries.items() if own not in ([], ["bf16"], ["max"])}

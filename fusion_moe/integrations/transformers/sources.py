@@ -107,8 +107,8 @@ def find_experts(
         for projection in keys:
             for each in source.weights(projection, experts):
                 for one in each:
-                    if (found := encoded.get(one)) is not None and one in weights:
-                        return replace(source, scheme=found.scheme)
+                    if (entry := encoded.get(one)) is not None and one in weights:
+                        return replace(source, scheme=entry.scheme)
     return None
 
 

@@ -68,12 +68,12 @@ def load_checkpoint_(model: PreTrainedModel, directory: Path) -> None:
     have, want = described(stored), described(model)
     if have != want:
         name = next(name for name in {**want, **have} if have.get(name) != want.get(name))
-        found, expected = (
+        actual, expected = (
             f"{some[name]} for {name}" if name in some else f"no adapter of {name}"
             for some in (have, want)
         )
         raise CheckpointError(
-            found,
+            actual,
             expected=f"{expected}, as the model has",
             todo="give the model the adapters that it was trained with: add_lora_ with the same "
             "arguments, or load_lora_",

@@ -116,14 +116,14 @@ class FusionMoeCompressedTensorsConfig(LoadsExperts, CompressedTensorsConfig):
 
     def _by_vllm(self, layer: Any, prefix: str, scheme: Any) -> Any:
         """vLLM's own method for experts; UnsupportedError if it has none."""
-        found = f"experts in {scheme['format']}"
+        actual = f"experts in {scheme['format']}"
         try:
             method = super().get_quant_method(layer, prefix)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             expected = f"NVFP4, MXFP4, FP8, symmetric INT4 in groups of {INT4.block}, or vLLM's"
             todo = f"quantize them so; vLLM says: {error}"
-            raise UnsupportedError(found, expected=expected, todo=todo, where=prefix) from error
-        logger.info_once("%s are served by vLLM: %s", found, type(method).__name__)
+            raise UnsupportedError(actual, expected=expected, todo=todo, where=prefix) from error
+        logger.info_once("%s are served by vLLM: %s", actual, type(method).__name__)
         return method
 
 

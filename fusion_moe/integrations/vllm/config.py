@@ -76,9 +76,9 @@ class FusionMoeConfig(Chooser, QuantizationConfig):
         algorithm = _algorithm(config) if method == "modelopt" else ""
         if reader := _READERS.get((method, algorithm)):
             return resolve_name(f"{__package__}.{reader}").from_config(dict(config))
-        found = f"quant_method {method!r}" + (f", quant_algo {algorithm}" if algorithm else "")
+        actual = f"quant_method {method!r}" + (f", quant_algo {algorithm}" if algorithm else "")
         raise UnsupportedError(
-            found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM"
+            actual, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM"
         )
 
     @staticmethod

@@ -121,9 +121,9 @@ def _dispatch() -> str:
     """How tokens travel, by vLLM's --additional-config."""
     config, where = get_current_vllm_config_or_none(), "vLLM's --additional-config"
     more = config.additional_config if config is not None else {}
-    given = dict(more.get(NAME) or {}) if isinstance(more, dict) else {}
-    dispatch = given.pop("dispatch", "symmetric")
+    inputs = dict(more.get(NAME) or {}) if isinstance(more, dict) else {}
+    dispatch = inputs.pop("dispatch", "symmetric")
     need_one_of("dispatch", dispatch, DISPATCH, where=where)
-    if given:
-        raise OptionError(f"{NAME}: {', '.join(given)}", expected="dispatch", where=where)
+    if inputs:
+        raise OptionError(f"{NAME}: {', '.join(inputs)}", expected="dispatch", where=where)
     return dispatch

@@ -150,12 +150,12 @@ class Served:
 
     def _factors(self) -> dict[str, Tensor]:
         """All slots, as `fused_experts` takes them: copies where weights are padded."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         named = zip(("gate_up", "down"), self.experts.projections, self.slots, strict=True)
         for name, projection, slots in named:
             a, b = self.experts.padded_factors(projection, slots.a, slots.b)
-            found |= {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_of": slots.of}
-        return found
+            results |= {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_of": slots.of}
+        return results
 
 
 class FusedMoEWithLoRA(Served, layers.FusedMoEWithLoRA):
@@ -181,10 +181,10 @@ def need_served(moe: Any) -> None:
         "--data-parallel-size": parallel.dp_size > 1 or parallel.use_all2all_kernels,
         "--enable-eplb": parallel.enable_eplb,
     }
-    if found := [option for option, given in refused.items() if given]:
+    if results := [option for option, argument in refused.items() if argument]:
         raise unsupported(
             "vLLM",
-            f"--enable-lora with {' and '.join(found)}",
+            f"--enable-lora with {' and '.join(results)}",
             "whole adapters, one for each expert, and experts and tokens that stay where they are",
             "leave out one of the two options",
         )

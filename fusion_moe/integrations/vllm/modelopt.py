@@ -73,9 +73,9 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
             return
         transposed = {part.suffix: part.transposed for part in MODELOPT_FUSED.parts}
         for name, t in tensors:
-            projection, found, suffix = name.partition("_proj")
+            projection, result, suffix = name.partition("_proj")
             into = f"{'w2' if projection == 'down' else 'w13'}{suffix or '_weight'}"
-            if not found or "." in name or not hasattr(layer, into):
+            if not result or "." in name or not hasattr(layer, into):
                 raise CheckpointError(
                     f"a tensor {name!r} of experts",
                     expected="gate_up_proj and down_proj, of all experts, as ModelOpt writes them",
@@ -166,9 +166,9 @@ class FusionMoeModelOptConfig(LoadsExperts, ModelOptNvFp4Config):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """As vLLM's, with the rule by which scales were chosen."""
-        made = super().from_config(config)
-        made.scales = own_entries(config).get("scales", "max")
-        return made
+        from_config = super().from_config(config)
+        from_config.scales = own_entries(config).get("scales", "max")
+        return from_config
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""

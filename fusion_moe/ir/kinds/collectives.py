@@ -192,11 +192,13 @@ def _back(fd: Any, op: Op, y: Value) -> Value:
     if wide != width:
         y = fd.ops.pad(y, before=(0, 0), after=(0, wide - width), shape=(rows, wide))
     how = {name: op.attrs[name] for name in ("experts", "group")}
-    made = fd.ops.combine_from(fd.ops.partition(y, ends), all_ids, ids, ends, peers_of(op), **how)
+    combine = fd.ops.combine_from(
+        fd.ops.partition(y, ends), all_ids, ids, ends, peers_of(op), **how
+    )
     if wide == width:
-        return made
+        return combine
     tokens = plain(ids.type.shape[0])
-    return fd.ops.slice(made, start_indices=(0, 0), end_indices=(tokens, width))
+    return fd.ops.slice(combine, start_indices=(0, 0), end_indices=(tokens, width))
 
 
 def _combine_from_type(

@@ -151,12 +151,12 @@ def product(
     a = fd.ops.quantize(x, encoding=family.rows.name)
     encoding = family.along(-2 if transposed else -1, True).name
     if held:
-        made = (
+        results = (
             fd.ops.pack(*parts, encoding=encoding, layout="linear")
             for parts in (held[:2], held[2:])
             if parts
         )
-        packed, *turned = made
+        packed, *turned = results
         w = fd.ops.straight_through(packed, weight, *turned, how="saved")
     else:
         w = fd.ops.quantize(weight, encoding=encoding)
@@ -168,8 +168,8 @@ def copy_of_weight(fd: Any, weight: Value, activation_format: str) -> Sequence[V
     of the transposed matrices if these are the same blocks.
     """
     family, _ = BY_FORMAT[activation_format]
-    made = fd.ops.unpack(fd.ops.quantize(weight, encoding=family.along(-1, True).name))
-    return [*made, *(fd.ops.transpose_blocks(*made) if _turns(family, weight.type) else [])]
+    result = fd.ops.unpack(fd.ops.quantize(weight, encoding=family.along(-1, True).name))
+    return [*result, *(fd.ops.transpose_blocks(*result) if _turns(family, weight.type) else [])]
 
 
 def _turns(family: Family, weight: TensorType) -> bool:

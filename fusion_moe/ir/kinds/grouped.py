@@ -273,9 +273,9 @@ def product_grad(
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
     master, read = w, w
-    if made := fd.producer(w, "straight_through"):
-        _, master = made.values
-        if made.attrs["how"] == "float":
+    if producer := fd.producer(w, "straight_through"):
+        _, master = producer.values
+        if producer.attrs["how"] == "float":
             read, at = fd.ops.cast(master, dtype=op.values[0].type.dtype), {}
     da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, read, ends, **at)
     if master.type.quantized or a.type.quantized:

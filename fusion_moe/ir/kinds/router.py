@@ -148,10 +148,10 @@ def _routing_map_type(ids: TensorType, experts: int) -> Types:
 
 def _routing_map(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor]:
     every = torch.arange(experts, device=ids.device)
-    found = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
+    result = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
     for of_slot in ids.unbind(1):
-        found |= of_slot[:, None] == every
-    return (found,)
+        result |= of_slot[:, None] == every
+    return (result,)
 
 
 def _topk_weights_type(

@@ -99,9 +99,9 @@ def need_rows_of(name: str, type: TensorType, ends: TensorType) -> Rows:
     """The first dimension must be rows partitioned by exactly these `ends`."""
     groups, dim = need_ends(ends), type.shape[0]
     if not isinstance(dim, Rows) or dim.groups != groups:
-        found = f"partitioned by {dim.groups}" if isinstance(dim, Rows) else "not partitioned"
+        actual = f"partitioned by {dim.groups}" if isinstance(dim, Rows) else "not partitioned"
         raise FusionError(
-            f"the rows of {name} {type} are {found}, the ends are of {groups}",
+            f"the rows of {name} {type} are {actual}, the ends are of {groups}",
             expected=f"rows partitioned by {groups}",
             todo="partition plain rows with fd.ops.partition(x, ends)",
         )

@@ -36,10 +36,12 @@ class GroupedContract:
         """The module that replaces it; offsets stay what they are."""
         weight = _rows_out(module.get_parameter(self.weight).detach(), self.transposed)
         bias = None if self.bias is None else module.get_parameter(self.bias).detach()
-        made = NVFP4GroupedLinear.from_float(weight, bias, config.activation_format, config.scales)
-        made.starts, made.transposed = self.starts, self.transposed
-        made.renamed = {self.weight: "weight"} | ({self.bias: "bias"} if self.bias else {})
-        return made
+        result = NVFP4GroupedLinear.from_float(
+            weight, bias, config.activation_format, config.scales
+        )
+        result.starts, result.transposed = self.starts, self.transposed
+        result.renamed = {self.weight: "weight"} | ({self.bias: "bias"} if self.bias else {})
+        return result
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, GroupedContract | None] = WeakKeyDictionary()

@@ -93,9 +93,9 @@ def _dense(linear: nn.Module, config: QuantizationConfig) -> nn.Module:
 
 
 def _grouped(of: nn.Module, weight: Quantized, config: QuantizationConfig) -> NVFP4GroupedLinear:
-    made = NVFP4GroupedLinear(weight, None, config.activation_format)
-    made.starts = not _has_strides(of)
-    return made
+    linear = NVFP4GroupedLinear(weight, None, config.activation_format)
+    linear.starts = not _has_strides(of)
+    return linear
 
 
 def _has_strides(module: nn.Module) -> bool:

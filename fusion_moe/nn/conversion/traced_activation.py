@@ -293,8 +293,8 @@ def _constant(n: Node) -> float | bool | None:
     if n.target is operator.getitem or op_name(n) not in _CONSTANTS:
         return None
     at, number = _CONSTANTS[op_name(n)]
-    found: Any = n.args[at] if number is None else number
-    return float(found) if n.meta["val"].is_floating_point() else found
+    result: Any = n.args[at] if number is None else number
+    return float(result) if n.meta["val"].is_floating_point() else result
 
 
 def _is_view(n: Node) -> bool:

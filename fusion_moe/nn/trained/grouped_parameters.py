@@ -58,17 +58,17 @@ class GroupedParameters(nn.Module):
         """The one parameter, or those of all groups. ShapeError for one that does not fit; what
         joins them compares their dtypes and devices.
         """
-        found = [getattr(self, key) for key in self._keys[name]]
+        results = [getattr(self, key) for key in self._keys[name]]
         single, shape = self.single[name], self.shapes[name]
         want = (self.num_groups, *shape) if single else shape
-        for key, p in zip(self._keys[name], found, strict=True):
+        for key, p in zip(self._keys[name], results, strict=True):
             if p is None or p.shape != want:
                 raise ShapeError(
                     f"{key} {'is None' if p is None else list(p.shape)}",
                     expected=str(list(want)),
                     where=type(self).__name__,
                 )
-        return found[0] if single else tuple(found)
+        return results[0] if single else tuple(results)
 
     def each(self, name: str) -> Sequence[Tensor]:
         """The tensor [*shape] of each group."""

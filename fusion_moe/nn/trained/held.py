@@ -54,12 +54,12 @@ class Held:
             stored = dtype_name(tensors[0].dtype)
             program = _program(stored, weight.shape, dtype, by.activation_format)
             with torch.no_grad():
-                made = torch.ops.fusion_moe.run(program, tensors, [], None, counts)
+                result = torch.ops.fusion_moe.run(program, tensors, [], None, counts)
                 if key == self._key:
-                    for part, new in zip(self._parts, made, strict=True):
+                    for part, new in zip(self._parts, result, strict=True):
                         part.copy_(new)
                 else:
-                    self._key, self._parts = key, tuple(made)
+                    self._key, self._parts = key, tuple(result)
         return tuple(Operand(part, tuple(part.shape)) for part in self._parts)
 
 

@@ -55,15 +55,15 @@ class Sequential(nn.Sequential):
             )
         _check_channels(self)
         rest, modules = iter(extra), list(self)
-        given = [[next(rest) for _ in _takes(m)] for m in modules]
+        inputs = [[next(rest) for _ in _takes(m)] for m in modules]
         channels: dict[str, Tensor] = {}
         outputs: list[Tensor] = []
         at = 0
         while at < len(modules):
-            x, count = _theirs(modules, at, x, given, channels)
+            x, count = _theirs(modules, at, x, inputs, channels)
             if not count:
                 count = _run(modules, at)
-                own, extras = modules[at : at + count], given[at : at + count]
+                own, extras = modules[at : at + count], inputs[at : at + count]
                 if count > 1:
                     x = _fused(own, x, extras, is_first_microbatch)
                 elif isinstance(own[0], GroupedLinear) and is_first_microbatch is not None:
@@ -97,9 +97,9 @@ def _theirs(
     for fusion in fusions.fitting(modules, at):
         end = at + len(fusion.kinds)
         extras = _beside(modules[at:end], given[at:end], channels)
-        made = fusion.function(*modules[at:end], x, *extras)
-        if made is not NotImplemented:
-            return made, len(fusion.kinds)
+        function = fusion.function(*modules[at:end], x, *extras)
+        if function is not NotImplemented:
+            return function, len(fusion.kinds)
     return x, 0
 
 
@@ -109,17 +109,17 @@ def _beside(
     channels: Mapping[str, Tensor],
 ) -> list[Tensor]:
     """What modules take besides x: what is given, and what others before put into channels."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     inside: list[str | None] = []
     for module, tensors in zip(modules, given, strict=True):
-        found += tensors
+        results += tensors
         if not isinstance(module, MakeExtraOutput):
             continue
         if not isinstance(module, AddExtraInput):
             inside.append(module.channel)
         elif module.channel is not None and module.channel not in inside:
-            found.append(channels[module.channel])
-    return found
+            results.append(channels[module.channel])
+    return results
 
 
 def _takes(module: nn.Module) -> tuple[str, ...]:
@@ -197,12 +197,12 @@ def _fused(
             assert isinstance(module, Activation)
             stages.append(module.stage(x, width, *tensors))
             width //= module.parts
-    made = call(x.reshape(-1, stages[0].width), stages)
+    result = call(x.reshape(-1, stages[0].width), stages)
     effects: dict[int, Effect] = {}
     for module in modules:
         if isinstance(module, GroupedLinear):
-            effects |= module.effects(made)
-    y = tracked(made, effects, ends, where="Sequential") if effects else made.run()
+            effects |= module.effects(result)
+    y = tracked(result, effects, ends, where="Sequential") if effects else result.run()
     return restored(y, x.shape[:-1])
 
 

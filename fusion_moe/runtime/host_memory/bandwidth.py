@@ -69,12 +69,12 @@ class Bandwidth:
 
     def times(self, memory: Tensor, count: int) -> list[float]:
         """The seconds of `count` reads of a tensor, in increasing order."""
-        found = []
+        results = []
         for _ in range(count):
             start = time.perf_counter()
             self.read(memory)
-            found.append(time.perf_counter() - start)
-        return sorted(found)
+            results.append(time.perf_counter() - start)
+        return sorted(results)
 
 
 @cache
@@ -140,11 +140,12 @@ def _measured(threads: int) -> Bandwidth:
         if ahead is None
         else f"C++, prefetching {ahead} bytes ahead"
     )
-    found = Bandwidth(0, threads, f"{how}; {where}", ahead)
+    bandwidth = Bandwidth(0, threads, f"{how}; {where}", ahead)
     # Other programs slow down most reads, and this number is stored; but a single read can be
     # faster than the memory is over a longer time.
     return replace(
-        found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10]
+        bandwidth,
+        bytes_per_second=memory.nbytes / bandwidth.times(memory, _REPEATS)[_REPEATS // 10],
     )
 
 
@@ -195,9 +196,9 @@ def _reduce(tensors: Sequence[Tensor], threads: int) -> None:
 
 def _cache_bytes() -> int:
     """The sum of all last-level caches, as Linux reports it; 0 if it does not."""
-    found = {}
+    results = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
-        found[(folder / "shared_cpu_list").read_text()] = (
+        results[(folder / "shared_cpu_list").read_text()] = (
             int((folder / "size").read_text().strip().rstrip("K")) * 1024
         )
-    return sum(found.values())
+    return sum(results.values())
