@@ -276,13 +276,13 @@ def _version(package: str) -> str:
         return ""
 
 
-def _without_home(said: str) -> str:
+def _without_home(text: str) -> str:
     """Bug reports are public; the name of a home folder is often a person's."""
     try:
         home = str(Path.home())
     except RuntimeError:  # a user without one
-        return said
-    return said.replace(home, "~") if home != "/" else said
+        return text
+    return text.replace(home, "~") if home != "/" else text
 
 
 def _columns(*rows: tuple[str, ...]) -> str:

@@ -88,11 +88,11 @@ def inspection(
     )
 
 
-def _strings(said: Any) -> tuple[str, ...]:
+def _strings(value: Any) -> tuple[str, ...]:
     """Those in a list of JSON, which may be anything."""
     return (
-        tuple(" ".join(one.split()) for one in said if isinstance(one, str))
-        if isinstance(said, list)
+        tuple(" ".join(one.split()) for one in value if isinstance(one, str))
+        if isinstance(value, list)
         else ()
     )
 

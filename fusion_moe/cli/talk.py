@@ -87,7 +87,7 @@ class Talk:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, choose: Any, out: bool):
         self.model, self.tokenizer, self.choose, self.out = model, tokenizer, choose, out
-        self.said: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []
         self.decoder: Decoder | None = None
         self.step: Callable[[], None] = lambda: None  # called where one begins
         self.steps, self.answers, self.peak = "", list[Answer](), 0
@@ -132,7 +132,7 @@ class Talk:
 
         from ..integrations.transformers.decoding import check_ids
 
-        self.said.append({"role": "user", "content": prompt})
+        self.messages.append({"role": "user", "content": prompt})
         ids = self._ids(prompt)
         check_ids(self.model, ids)
         ids = ids.to(self.model.device)
@@ -163,7 +163,7 @@ class Talk:
             streamer.put(torch.tensor(written[-1:]))
             streamer.end()
         text = self.tokenizer.decode(written, skip_special_tokens=True)
-        self.said.append({"role": "assistant", "content": text})
+        self.messages.append({"role": "assistant", "content": text})
         answer = Answer(text, ids.shape[1], first - start, len(written), end - first)
         self.answers.append(answer)
         self.peak = _peak(self.model.device)
@@ -186,7 +186,7 @@ class Talk:
         if not self.tokenizer.chat_template:
             return self.tokenizer(prompt, return_tensors="pt").input_ids
         return self.tokenizer.apply_chat_template(
-            self.said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
 
     def _decoder(self, length: int, prompt: int) -> Decoder:

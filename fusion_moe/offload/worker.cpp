@@ -44,16 +44,16 @@ void release(u64& flag, u64 x) { __atomic_store_n(&flag, x, __ATOMIC_RELEASE); }
 // are rows, ids and weights, the others a layer's, its only result the rows that it makes.
 class Program {
   public:
-    explicit Program(Numbers& said) : rows(said.next()), arrays_(said), function_(said) {}
+    explicit Program(Numbers& reader) : rows(reader.next()), arrays_(reader), function_(reader) {}
 
     const i64 rows;
 
     std::size_t workspace() const { return static_cast<std::size_t>(arrays_.workspace); }
 
     // Whether it ran; if not, it found bad input.
-    bool run(char* const (&given)[3], const std::vector<char*>& layer, char* result, char* memory,
+    bool run(char* const (&inputs)[3], const std::vector<char*>& layer, char* result, char* memory,
              ThreadPool& pool) const {
-        std::vector<char*> all(given, given + 3), ordered;
+        std::vector<char*> all(inputs, inputs + 3), ordered;
         all.insert(all.end(), layer.begin(), layer.end());
         all.push_back(result);
         for (const i64 offset : arrays_.offsets) all.push_back(memory + offset);
@@ -97,12 +97,12 @@ struct Model {
     std::vector<Layer> layers;
     u64 seen = 0;
 
-    explicit Model(Numbers& said)
-        : ring(said.address<RequestRing>()),
-          rows(said.address<char>()),
-          ids(said.address<char>()),
-          weights(said.address<char>()),
-          results(said.address<char>()) {}
+    explicit Model(Numbers& reader)
+        : ring(reader.address<RequestRing>()),
+          rows(reader.address<char>()),
+          ids(reader.address<char>()),
+          weights(reader.address<char>()),
+          results(reader.address<char>()) {}
 
     bool waits() const { return acquire(ring->posted) != seen; }
 
@@ -122,13 +122,13 @@ struct Model {
                programs[program]->rows < ring->rows)
             ++program;
         if (program >= programs.size() || !programs[program]) return false;
-        const Program& found = *programs[program];
-        for (i64 row = ring->rows; row < found.rows; ++row)
+        const Program& fitting = *programs[program];
+        for (i64 row = ring->rows; row < fitting.rows; ++row)
             reinterpret_cast<i32*>(ids)[row] = -1, reinterpret_cast<float*>(weights)[row] = 0;
         if (!layer.stored.empty()) read_ahead(layer);
-        char* const given[] = {rows, ids, weights};
+        char* const inputs[] = {rows, ids, weights};
         const Clock::time_point start = Clock::now();
-        const bool good = found.run(given, layer.inputs, results, memory.data(), pool);
+        const bool good = fitting.run(inputs, layer.inputs, results, memory.data(), pool);
         layer.busy += (Clock::now() - start).count();
         return good;
     }
@@ -158,34 +158,34 @@ class Worker {
 
     bool in_this_process() const { return pid_ == getpid(); }
 
-    Model* add(Numbers& said) {
-        auto made = std::make_unique<Model>(said);
-        release(made->ring->gone, 0);
-        made->seen = acquire(made->ring->posted);
+    Model* add(Numbers& reader) {
+        auto model = std::make_unique<Model>(reader);
+        release(model->ring->gone, 0);
+        model->seen = acquire(model->ring->posted);
         const std::lock_guard lock(mutex_);
-        models_.push_back(std::move(made));
+        models_.push_back(std::move(model));
         return models_.back().get();
     }
 
     // Programs for more and more rows, after which a null ends them.
-    i64 add_programs(Model& model, Numbers& said) {
+    i64 add_programs(Model& model, Numbers& reader) {
         const std::lock_guard lock(mutex_);
         const auto first = static_cast<i64>(model.programs.size());
-        for (i64 n = said.next(); n > 0; --n) {
-            model.programs.push_back(std::make_unique<Program>(said));
+        for (i64 n = reader.next(); n > 0; --n) {
+            model.programs.push_back(std::make_unique<Program>(reader));
             memory_.resize(std::max(memory_.size(), model.programs.back()->workspace()));
         }
         model.programs.push_back(nullptr);
         return first;
     }
 
-    i64 add_layer(Model& model, i64 programs, Numbers& said) {
+    i64 add_layer(Model& model, i64 programs, Numbers& reader) {
         Layer layer{.program = programs};
-        for (const i64 address : said.list())
+        for (const i64 address : reader.list())
             layer.inputs.push_back(reinterpret_cast<char*>(address));
-        for (i64 n = said.next(); n > 0; --n) {
-            const auto first = static_cast<std::uintptr_t>(said.next());
-            layer.stored.push_back({first, said.next()});
+        for (i64 n = reader.next(); n > 0; --n) {
+            const auto first = static_cast<std::uintptr_t>(reader.next());
+            layer.stored.push_back({first, reader.next()});
         }
         const std::lock_guard lock(mutex_);
         model.layers.push_back(std::move(layer));
@@ -259,13 +259,13 @@ class Worker {
 
     bool answer_all(ThreadPool& pool) {
         const std::lock_guard lock(mutex_);
-        bool found = false;
+        bool any = false;
         for (const auto& model : models_) {
             if (!model->waits()) continue;
             model->answer(pool, memory_);
-            found = true;
+            any = true;
         }
-        return found;
+        return any;
     }
 
     const int threads_;
@@ -295,20 +295,20 @@ Worker* offload_start(int threads, long long idle) { return new Worker(threads, 
 void offload_stop(Worker* worker) { worker->stop(); }
 
 Model* offload_model(Worker* worker, const long long* numbers, long long count) {
-    Numbers said(numbers, count);
-    return worker->add(said);
+    Numbers reader(numbers, count);
+    return worker->add(reader);
 }
 
 long long offload_programs(Worker* worker, Model* model, const long long* numbers,
                            long long count) {
-    Numbers said(numbers, count);
-    return worker->add_programs(*model, said);
+    Numbers reader(numbers, count);
+    return worker->add_programs(*model, reader);
 }
 
 long long offload_layer(Worker* worker, Model* model, long long programs, const long long* numbers,
                         long long count) {
-    Numbers said(numbers, count);
-    return worker->add_layer(*model, programs, said);
+    Numbers reader(numbers, count);
+    return worker->add_layer(*model, programs, reader);
 }
 
 void offload_remove(Worker* worker, Model* model) {

@@ -247,8 +247,8 @@ def _in_dynamo(call: Call, switches: Options, watch: Watch | None, backward: boo
             why += _LOOP if seen.float_experts else ""
             seen.breaks.append(NotFused("graph break", line, why))
     if isinstance(owner, torch.nn.Module):
-        said = folding(owner.modules()), *(note(owner) for note in plugins.noted)
-        seen.folded = "; ".join(filter(None, said))
+        notes = folding(owner.modules()), *(note(owner) for note in plugins.noted)
+        seen.folded = "; ".join(filter(None, notes))
     return seen
 
 

@@ -312,9 +312,9 @@ def keep_failed(path: Path, text: str, suffix: str) -> Path:
     )
 
 
-def first_errors(said: str) -> str:
+def first_errors(log: str) -> str:
     """Lines of what a compiler said, indented: the first errors; without any, the first lines."""
-    lines = said.splitlines()
+    lines = log.splitlines()
     errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)] or lines
     return "\n".join(f"  {line}" for line in errors[:_SHOWN_ERRORS])
 

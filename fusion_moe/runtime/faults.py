@@ -117,8 +117,8 @@ class Word:
         value: Any = low - (low >> 31 << 32)
         if number == _RANK:
             value = lost(low >> 24, (low & 0xFFFFFF) / 1000)
-        told = _FAULTS[number].found.format(place=at, value=value)
-        return f"{told}, in an earlier call of {self.where}", _FAULTS[number]
+        text = _FAULTS[number].found.format(place=at, value=value)
+        return f"{text}, in an earlier call of {self.where}", _FAULTS[number]
 
 
 class Faults:
@@ -232,10 +232,10 @@ def synchronize() -> None:
 
 
 def _raise(words: Iterable[Word]) -> None:
-    found = [told for word in words if word.found.value and (told := word.take())]
+    found = [text for word in words if word.found.value and (text := word.take())]
     if found:
         (first, fault), *others = found
-        also = "".join(f"; also {told}" for told, _ in others)
+        also = "".join(f"; also {text}" for text, _ in others)
         raise fault.error(first + also, expected=fault.expected, todo=fault.todo, where="cuda")
 
 

@@ -22,9 +22,9 @@ class NumbersOf {
 
     // As many as the first one says.
     std::vector<Integer> list() {
-        std::vector<Integer> found(static_cast<std::size_t>(next()));
-        for (Integer& n : found) n = next();
-        return found;
+        std::vector<Integer> numbers(static_cast<std::size_t>(next()));
+        for (Integer& n : numbers) n = next();
+        return numbers;
     }
 
   private:
@@ -40,19 +40,22 @@ struct ArraysOf {
     Integer workspace;          // bytes
     std::vector<Integer> offsets;
 
-    explicit ArraysOf(NumbersOf<Integer>& said)
-        : inputs(said.next()), made(said.list()), workspace(said.next()), offsets(said.list()) {}
+    explicit ArraysOf(NumbersOf<Integer>& reader)
+        : inputs(reader.next()),
+          made(reader.list()),
+          workspace(reader.next()),
+          offsets(reader.list()) {}
 };
 
 // A function of a library of the CPU, by threads: their number, or a thread pool.
 template <class Integer, class Threads>
 class FunctionOf {
   public:
-    explicit FunctionOf(NumbersOf<Integer>& said)
-        : function_(said.template address<Function>()),
-          products_(said.list()),
-          order_(said.list()),
-          sizes_(said.list()) {}
+    explicit FunctionOf(NumbersOf<Integer>& reader)
+        : function_(reader.template address<Function>()),
+          products_(reader.list()),
+          order_(reader.list()),
+          sizes_(reader.list()) {}
 
     // The plan's arrays as the function takes them.
     template <class Arrays>

@@ -199,10 +199,10 @@ class Shared {
     // The table of a tensor; null unless it is a handle of this group's memory.
     char* find(const at::Tensor& handle, i64 group) {
         const std::shared_lock lock(mutex_);
-        const auto found = tables_.find(handle.const_data_ptr());
-        const bool good = found != tables_.end() && found->second.group == group &&
-                          found->second.count == handle.numel();
-        return good ? found->second.at : nullptr;
+        const auto entry = tables_.find(handle.const_data_ptr());
+        const bool good = entry != tables_.end() && entry->second.group == group &&
+                          entry->second.count == handle.numel();
+        return good ? entry->second.at : nullptr;
     }
 
   private:
@@ -226,7 +226,7 @@ using Results = std::vector<at::Tensor>;
 // those of its results, those inside of its workspace.
 class LaunchPlan {
   public:
-    explicit LaunchPlan(Numbers& said) : arrays_(said) {}
+    explicit LaunchPlan(Numbers& reader) : arrays_(reader) {}
     virtual ~LaunchPlan() = default;
 
     // Takes shapes and dtypes of the results for those to come. Whether they are as this plan makes
@@ -266,32 +266,32 @@ class LaunchPlan {
     // makes a tensor.
     template <class Make>
     Addresses addresses(const Key& key, Results& results, char* workspace, Make of_result) const {
-        Addresses found;
+        Addresses arrays;
         for (const at::Tensor* t : key.tensors)
-            found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
+            arrays.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
         for (std::size_t i = 0; i < peers_.size(); i += 2) {
             const auto input = static_cast<std::size_t>(peers_[i]);
-            found[input] = shared().find(*key.tensors[input], peers_[i + 1]);
-            if (!found[input]) return {};
+            arrays[input] = shared().find(*key.tensors[input], peers_[i + 1]);
+            if (!arrays[input]) return {};
         }
         for (const Result& result : results_) results.push_back(of_result(result));
         for (const i64 i : arrays_.made)
-            found.push_back(
+            arrays.push_back(
                 static_cast<char*>(results[static_cast<std::size_t>(i)].mutable_data_ptr()));
-        for (const i64 offset : arrays_.offsets) found.push_back(workspace + offset);
-        return found;
+        for (const i64 offset : arrays_.offsets) arrays.push_back(workspace + offset);
+        return arrays;
     }
 
     i64 workspace() const { return arrays_.workspace; }
 
     // Ends a plan: the input that is the weight of the first product, and the array of its
     // groups' ends, -1 for none; the inputs that are handles, each with the group.
-    void read_last(Numbers& said) {
-        weight_ = said.next(), ends_ = said.next(), peers_ = said.list();
+    void read_last(Numbers& reader) {
+        weight_ = reader.next(), ends_ = reader.next(), peers_ = reader.list();
     }
 
-    std::int32_t* ends(const Addresses& found) const {
-        return reinterpret_cast<std::int32_t*>(found[static_cast<std::size_t>(ends_)]);
+    std::int32_t* ends(const Addresses& arrays) const {
+        return reinterpret_cast<std::int32_t*>(arrays[static_cast<std::size_t>(ends_)]);
     }
 
   private:
@@ -304,17 +304,17 @@ class LaunchPlan {
 // One call of a program's entry.
 class OnCpu final : public LaunchPlan {
   public:
-    explicit OnCpu(Numbers& said) : LaunchPlan(said), function_(said) { read_last(said); }
+    explicit OnCpu(Numbers& reader) : LaunchPlan(reader), function_(reader) { read_last(reader); }
 
     bool run(const Key& key, const Layer* layer, Results& results) const override {
         at::Tensor held;
         const auto make = [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); };
-        const Addresses found = addresses(key, results, memory(held), make);
-        if (found.empty()) return false;
+        const Addresses arrays = addresses(key, results, memory(held), make);
+        if (arrays.empty()) return false;
         Addresses ordered;
-        function_.choose(found, ordered);
+        function_.choose(arrays, ordered);
         if (function_(ordered.data(), at::get_num_threads()) != 0) return false;
-        if (layer) count(*layer, ends(found));
+        if (layer) count(*layer, ends(arrays));
         return true;
     }
 
@@ -337,30 +337,31 @@ class OnCpu final : public LaunchPlan {
 // The kernels of a choice, in order.
 class OnCuda final : public LaunchPlan {
   public:
-    explicit OnCuda(Numbers& said)
-        : LaunchPlan(said),
-          launch_(said.address<Launch>()),
-          encode_(said.address<Encode>()),
-          stream_(said.address<Stream>()),
-          capturing_(said.address<Capturing>()),
-          words_(said.address<const Words>()) {
-        for (i64 n = said.next(); n > 0; --n) {
-            Part part{said.list(), said.list(), {}};
-            for (i64 kernels = said.next(); kernels > 0; --kernels) {
-                void* const function = said.address<void>();
-                const Config config = *said.address<const Config>();
+    explicit OnCuda(Numbers& reader)
+        : LaunchPlan(reader),
+          launch_(reader.address<Launch>()),
+          encode_(reader.address<Encode>()),
+          stream_(reader.address<Stream>()),
+          capturing_(reader.address<Capturing>()),
+          words_(reader.address<const Words>()) {
+        for (i64 n = reader.next(); n > 0; --n) {
+            Part part{reader.list(), reader.list(), {}};
+            for (i64 kernels = reader.next(); kernels > 0; --kernels) {
+                void* const function = reader.address<void>();
+                const Config config = *reader.address<const Config>();
                 part.kernels.push_back({function,
                                         config,
                                         {config.attributes, config.attributes + config.count},
                                         {},
                                         {}});
                 Kernel& kernel = part.kernels.back();
-                for (const i64 n : said.list()) kernel.given.push_back(static_cast<int>(n));
-                for (i64 boxes = said.next(); boxes > 0; --boxes) kernel.boxes.emplace_back(said);
+                for (const i64 n : reader.list()) kernel.parameters.push_back(static_cast<int>(n));
+                for (i64 boxes = reader.next(); boxes > 0; --boxes)
+                    kernel.boxes.emplace_back(reader);
             }
             parts_.push_back(std::move(part));
         }
-        read_last(said);
+        read_last(reader);
     }
 
     bool run(const Key& key, const Layer* layer, Results& results) const override {
@@ -379,11 +380,11 @@ class OnCuda final : public LaunchPlan {
         const auto make = [&](const Result& r) {
             return at::empty(r.sizes, options.dtype(r.dtype));
         };
-        const Addresses found = addresses(key, results, memory, make);
-        if (found.empty()) return false;
+        const Addresses arrays = addresses(key, results, memory, make);
+        if (arrays.empty()) return false;
         for (const Part& part : parts_)
-            if (!run(part, found, stream, fault)) return false;
-        return !layer || count_there(*layer, ends(found), stream);
+            if (!run(part, arrays, stream, fault)) return false;
+        return !layer || count_there(*layer, ends(arrays), stream);
     }
 
   private:
@@ -408,20 +409,20 @@ class OnCuda final : public LaunchPlan {
         i64 array;
         std::vector<i64> type, how, sizes, strides, box;
 
-        explicit Boxes(Numbers& said)
-            : array(said.next()),
-              type(said.list()),
-              how(said.list()),
-              sizes(said.list()),
-              strides(said.list()),
-              box(said.list()) {}
+        explicit Boxes(Numbers& reader)
+            : array(reader.next()),
+              type(reader.list()),
+              how(reader.list()),
+              sizes(reader.list()),
+              strides(reader.list()),
+              box(reader.list()) {}
     };
     struct Kernel {
         void* function;
         Config config;
         std::vector<Attribute> attributes;
-        std::vector<int> given;    // its second parameter, if it has one
-        std::vector<Boxes> boxes;  // of its last parameters
+        std::vector<int> parameters;  // its second parameter, if it has one
+        std::vector<Boxes> boxes;     // of its last parameters
     };
     struct Part {  // whose kernels have the same first parameter
         std::vector<i64> sizes, arrays;
@@ -464,19 +465,20 @@ class OnCuda final : public LaunchPlan {
                        number(of.how[1]), number(of.how[2]), number(of.how[3])) == 0;
     }
 
-    bool run(const Part& part, const Addresses& found, void* stream,
+    bool run(const Part& part, const Addresses& arrays, void* stream,
              const volatile u64* fault) const {
         c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
         for (const i64 i : part.arrays)
-            struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
+            struct_.push_back(reinterpret_cast<i64>(arrays[static_cast<std::size_t>(i)]));
         struct_.push_back(reinterpret_cast<i64>(fault));
         for (const Kernel& kernel : part.kernels) {
             c10::SmallVector<void*, 4> parameters{struct_.data()};
-            if (!kernel.given.empty()) parameters.push_back(const_cast<int*>(kernel.given.data()));
+            if (!kernel.parameters.empty())
+                parameters.push_back(const_cast<int*>(kernel.parameters.data()));
             std::array<Map, MOST_MAPS> maps{};
             for (std::size_t i = 0; i < kernel.boxes.size(); ++i) {
                 const Boxes& boxes = kernel.boxes[i];
-                if (!encode(maps[i], boxes, found[static_cast<std::size_t>(boxes.array)]))
+                if (!encode(maps[i], boxes, arrays[static_cast<std::size_t>(boxes.array)]))
                     return false;
                 parameters.push_back(&maps[i]);
             }
@@ -579,9 +581,9 @@ bool holds(_object* var, _object* wanted) {
 bool usual() {
     if (at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()) return false;
     const int state = PyGILState_Ensure();
-    const bool found = holds(context.options, context.usual) && holds(context.noted, context.none);
+    const bool usual = holds(context.options, context.usual) && holds(context.noted, context.none);
     PyGILState_Release(state);
-    return found;
+    return usual;
 }
 
 // Kernels
@@ -612,9 +614,9 @@ class OfBackend final : public Kernel {
         key.words.reserve(96);
         key.words.push_back(reinterpret_cast<u64>(this));
         const auto arguments = torch::jit::last(*stack, count);
-        const bool told = std::all_of(arguments.begin(), arguments.end(),
-                                      [&](const IValue& v) { return key.add(v); });
-        if (!told || !usual()) return python(keys, stack, nullptr);
+        const bool comparable = std::all_of(arguments.begin(), arguments.end(),
+                                            [&](const IValue& v) { return key.add(v); });
+        if (!comparable || !usual()) return python(keys, stack, nullptr);
         const auto plan = known().find(key.words);
         Results results;
         const Layer* layer = nullptr;
@@ -641,10 +643,10 @@ class OfBackend final : public Kernel {
 
     static Results returned(const OperatorHandle& op, Stack& stack) {
         if (is_list(op)) return stack.back().toTensorVector();
-        Results found;
+        Results results;
         for (const IValue& v : torch::jit::last(stack, op.schema().returns().size()))
-            found.push_back(v.toTensor());
-        return found;
+            results.push_back(v.toTensor());
+        return results;
     }
 };
 
@@ -717,11 +719,11 @@ int fusion_moe_wanted() { return offered != nullptr; }
 
 // The plan of that call.
 void fusion_moe_offer(const i64* numbers, i64 count) {
-    Numbers said(numbers, count);
-    if (said.next())
-        *offered = std::make_shared<OnCuda>(said);
+    Numbers reader(numbers, count);
+    if (reader.next())
+        *offered = std::make_shared<OnCuda>(reader);
     else
-        *offered = std::make_shared<OnCpu>(said);
+        *offered = std::make_shared<OnCpu>(reader);
 }
 
 // Has the calls of these layers counted, or of none. They must live as long as the process.

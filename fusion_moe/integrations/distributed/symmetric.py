@@ -167,12 +167,12 @@ class GroupMemory:
                 numbers = [self.rank, layer.number, self.tokens, self.row, *self._addresses]
                 peers.tell(layer.peers, numbers)
 
-    def _need_free(self, nbytes: int, free: int, said: str) -> None:
+    def _need_free(self, nbytes: int, free: int, need: str) -> None:
         """OptionError unless as much is free, on all ranks."""
         if nbytes > free:
             raise OptionError(
                 f"{amount(free, 'B')} of free memory",
-                expected=said,
+                expected=need,
                 todo=_LESS,
                 where="dispatch='symmetric'",
             )

@@ -141,8 +141,8 @@ def from_pretrained(
             directory = None
     elif directory is not None:
         _check_json(directory, kwargs)
-    arguments, text = kwargs, opened.config if opened else None
-    config, kwargs = _configuration(directory, kwargs, text)
+    arguments, written = kwargs, opened.config if opened else None
+    config, kwargs = _configuration(directory, kwargs, written)
     if directory is not None and not opened:
         _check_tensors(directory, arguments)
     auto_class = auto_class or _class_named(config, where, kwargs)
@@ -351,10 +351,10 @@ def on_meta(config: Any, where: str = "") -> Any:
 
 
 def _configuration(
-    directory: str | Path | None, kwargs: dict[str, Any], said: Mapping[str, Any] | None = None
+    directory: str | Path | None, kwargs: dict[str, Any], written: Mapping[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the arguments that do not change entries of it, as transformers' auto
-    classes divide them. said: config.json, if there is no such file.
+    classes divide them. written: config.json, if there is no such file.
     """
     kwargs = dict(kwargs)
     config = kwargs.pop("config", None)
@@ -362,8 +362,8 @@ def _configuration(
         return copy.deepcopy(config), kwargs
     kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
     entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
-    if said is not None:
-        config, unused = _from_dict(said, return_unused_kwargs=True, **entries)
+    if written is not None:
+        config, unused = _from_dict(written, return_unused_kwargs=True, **entries)
     else:
         config, unused = configuration(
             directory if config is None else config, return_unused_kwargs=True, **entries
@@ -410,10 +410,12 @@ def is_known(model_type: Any) -> bool:
     return isinstance(model_type, str) and _SAME_AS.get(model_type, model_type) in CONFIG_MAPPING
 
 
-def _from_dict(said: Mapping[str, Any], **kwargs: Any) -> Any:
+def _from_dict(written: Mapping[str, Any], **kwargs: Any) -> Any:
     """The configuration of a config.json, of a model type that transformers knows."""
-    model_type = _SAME_AS.get(said["model_type"], said["model_type"])
-    return CONFIG_MAPPING[model_type].from_dict(dict(said) | {"model_type": model_type}, **kwargs)
+    model_type = _SAME_AS.get(written["model_type"], written["model_type"])
+    return CONFIG_MAPPING[model_type].from_dict(
+        dict(written) | {"model_type": model_type}, **kwargs
+    )
 
 
 def _in_place_of_files(

@@ -186,8 +186,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         layer.fusion_moe.first_expert = self.first_expert
         self.sends_tokens = exchange.sends_tokens_(layer.fusion_moe, self.moe)
         with invariant(envs.VLLM_BATCH_INVARIANT):
-            said = serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token)
-        logger.info_once(said)
+            text = serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token)
+        logger.info_once(text)
         if balanced:
             # not all that vLLM sends them with takes floats of 8 bits
             layer.fusion_moe.become_integers()

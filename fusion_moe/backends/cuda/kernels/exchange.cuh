@@ -194,8 +194,8 @@ struct Call {
             const i32 from = served(i);
             const Handshake& handshake = this->handshake(rank(), from, epoch);
             const u64 start = now();
-            const auto told = [&] { return load_relaxed_system(&handshake.epoch) == epoch; };
-            if (!until(told, phase, [=] { return from; })) continue;
+            const auto arrived = [&] { return load_relaxed_system(&handshake.epoch) == epoch; };
+            if (!until(arrived, phase, [=] { return from; })) continue;
             load_acquire_system(&handshake.epoch);
             if (handshake.tag != tag() || handshake.form != form()) fail(OF_HANDSHAKE, from, start);
         }
@@ -203,13 +203,13 @@ struct Call {
     // How many tokens a rank has in its call; -1 if that did not come.
     __device__ __forceinline__ i32 tokens_of(i32 from, u64 epoch, Phase phase) const {
         const Handshake& handshake = this->handshake(rank(), from, epoch);
-        u64 said = 0;
-        const auto told = [&] {
-            said = load_relaxed_system(&handshake.tokens);
-            return said >> 32 == (epoch & 0xFFFFFFFF);
+        u64 tokens = 0;
+        const auto arrived = [&] {
+            tokens = load_relaxed_system(&handshake.tokens);
+            return tokens >> 32 == (epoch & 0xFFFFFFFF);
         };
-        const bool good = epoch && until(told, phase, [=] { return from; });
-        return good ? i32(said & 0xFFFFFFFF) : -1;
+        const bool good = epoch && until(arrived, phase, [=] { return from; });
+        return good ? i32(tokens & 0xFFFFFFFF) : -1;
     }
 
     // Takes x[n] at p[n * step], where it is wanted, which ranks store; zeros for what does not
@@ -401,8 +401,8 @@ struct Dispatch {
 
     // How many tokens another rank has.
     __device__ __forceinline__ i32 count(i32 from, u64 epoch) const {
-        const i32 said = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
-        return min(max(said, 0), e.most);
+        const i32 tokens = EQUAL && epoch ? e.most : e.tokens_of(from, epoch, OF_IDS);
+        return min(max(tokens, 0), e.most);
     }
 
     // Those from `first` on, of which a rank has `count`.
