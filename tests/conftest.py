@@ -20,7 +20,7 @@ from cover import left_out
 
 TESTS = Path(__file__).resolve().parent
 # Tests of the base lane, within a tenth, and those of `--all`: tests/tools/test_number.py.
-ABOUT, ABOUT_ALL = 9_700, 10_900
+ABOUT, ABOUT_ALL = 9_100, 10_900
 GOLDEN = TESTS / "golden"
 # Folders of tests that depend on no version of torch, or that the newest is enough for: the full
 # lane runs none of them but for what needs nvFuser or thunder.
@@ -39,13 +39,18 @@ ONE_TORCH = {
     "integrations/peft",
     "integrations/transformers",
 }
-# Folders and files that it leaves out too without `--all`: what they use of torch is in tests of
-# operations, torch.compile and launches.
-LIKE_OTHERS = {
-    *("adapters", "gpu", "integrations/distributed", "nn", "offload", "recorder", "report"),
-    *(f"test_{name}.py" for name in ("arch", "cover", "examples", "golden_fixture", "packaging")),
+# What it runs of the others without `--all`: where torch's versions differ.
+BY_TORCH = {
+    *("translators", "integrations/thunder"),
+    *(f"compile/test_{name}.py" for name in ("edges", "float_experts", "fx_regions", "inductor")),
+    *(f"ops/test_{name}.py" for name in ("autograd", "compat", "fakes", "ops", "transforms")),
+    *(f"runtime/test_{name}.py" for name in ("native", "program")),
+    *(f"test_{name}.py" for name in ("defaults", "docs", "env", "imports", "options", "public")),
 }
-OF_FULL_LANE = re.compile(r"\b(nvfuser|thunder|ways)\b")  # in the text of a file of tests
+# The files that take longest, some of it without a CPU.
+FIRST = ("integrations/distributed/test_ranks.py", "test_docs.py", "test_packaging.py")
+# In the text of files with tests that need nvFuser or thunder.
+OF_FULL_LANE = re.compile(r"mark\.(nvfuser|thunder)|^from ways import", re.MULTILINE)
 FULL_LANE = importlib.util.find_spec("nvfuser_direct") is not None
 
 hypothesis.settings.register_profile(
@@ -108,8 +113,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _once(path: Path, config: pytest.Config) -> bool:
     """Whether the tests of a file run in the base lane alone, but for what needs more."""
-    once = {TESTS / name for name in ONE_TORCH | (set() if every(config) else LIKE_OTHERS)}
-    return not once.isdisjoint((path, *path.parents))
+
+    def among(names: set[str]) -> bool:
+        return not {TESTS / name for name in names}.isdisjoint((path, *path.parents))
+
+    return among(ONE_TORCH) or not (every(config) or among(BY_TORCH))
 
 
 @pytest.hookimpl(trylast=True)  # folders add marks of theirs
@@ -117,8 +125,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files that take long come first: a worker that begins with one when others have nothing left
     would keep them waiting. Tests that are asked for by name all run.
     """
+    first = [TESTS / name for name in FIRST]
     long = {item.path for item in items if any(map(item.get_closest_marker, ("slow", "once")))}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in first, item.path not in long))
     for item in items:
         needs_more = any(map(item.get_closest_marker, ("nvfuser", "thunder")))
         if _once(item.path, config) and not needs_more:

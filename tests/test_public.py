@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cover import few
 
 import fusion_moe
 
@@ -178,7 +179,7 @@ def _with_ours() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("checker", few(CHECKERS))
 def test_checkers_accept_a_script_and_report_each_mistake(checker, tmp_path):
     good = GOOD + "".join(f"fusion_moe.{name}\n" for name in fusion_moe.__all__)
     said = check(checker, good + "\n".join(MISTAKES), tmp_path).splitlines()

@@ -83,7 +83,8 @@ def layer_for(name: str, model: str, layout: str) -> list[Kernel]:
         return layer(model, layout)[1]
 
 
-@pytest.mark.parametrize("gpu", few(ALL_GPUS), ids=lambda gpu: gpu.nvrtc)
+@pytest.mark.exhaustive
+@GPUS
 def test_layers_fit(gpu):
     """gpt-oss's K is in no whole stages; a linear layout has kernels of its own."""
     check(launched(layer_for(gpu.name, "gptoss", "w16x64"), gpu, TOKENS), gpu)
@@ -142,7 +143,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("number", few(range(len(TRAINED)), 2), ids=list(TRAINED))
+@pytest.mark.parametrize("number", few(range(len(TRAINED))), ids=list(TRAINED))
 def test_training_fits(number):
     """Forward and backward, for few rows of a group and many, each layer for one kind of GPU."""
     gpu = ALL_GPUS[number % len(ALL_GPUS)]

@@ -205,6 +205,7 @@ def test_what_has_no_kernel_runs_in_torch(case, why):
         plan(dispatch, "collective")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compiler
 def test_ranks_keep_to_the_protocol(tmp_path):
     """Two and four, with tokens of their own numbers, while words come late; with the NaN that

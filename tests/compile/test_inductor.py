@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cover import few
 from moe_models import Block, Experts, H, I, Mlp, O, calls, routing, tokens, weight, writes_between
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -220,7 +221,7 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    "mode", few(["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], 2)
 )
 def test_modes_are_those_of_inductor(mode):
     model, seen = Mlp(), {}
@@ -406,6 +407,7 @@ def test_the_backend_and_enable_together_are_one_pass():
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.exhaustive
 def test_a_wrapper_in_cpp_calls_programs_with_several_results(caplog):
     """Those with one stay calls, since it cannot."""
     x, square = tokens(5), weight(H, H)

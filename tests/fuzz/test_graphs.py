@@ -58,6 +58,7 @@ def test_regions_mean_what_eager_computes(rng):
     check(drawn(rng))
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_found(monkeypatch):
     """relu that forgets what is negative"""
     monkeypatch.setitem(KINDS, "relu", replace(KINDS["relu"], evaluate=lambda x: (x,)))

@@ -274,6 +274,7 @@ def compare(row: Row, dtype: torch.dtype, device: str, wanted: Sequence[bool] = 
         assert_near(a.grad if a.grad is None else a.grad.cpu(), b.grad, dtype, scale * factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_against_float64(name, dtype):
@@ -296,6 +297,7 @@ def test_on_a_gpu(name, dtype):
     compare(ROWS[name], dtype, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("training", BOTH)
 @pytest.mark.parametrize("shape", [(101,), (2, 4, 16), (128, 128)], ids=str)

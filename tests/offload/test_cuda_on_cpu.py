@@ -117,6 +117,7 @@ def offloaded(plain: Experts, slots: int, constants=BOTH, spare=E, every=0, **mo
     return OffloadedExperts.of(plain, make, Cache(E, slots), every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constants", [COMPUTES, COPIES, BOTH])
 @pytest.mark.parametrize("slots", [0, 3, E])
 def test_equal_to_the_plain_module(slots, constants):
@@ -137,6 +138,7 @@ def test_equal_to_the_plain_module(slots, constants):
     assert (c.cpu_ns > 0) == bool(c.computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"scale_on": "input"}, {}])
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "fp8"])
 def test_other_layers(encoding, more):
@@ -162,6 +164,7 @@ def test_a_step_without_misses_leaves_the_host_alone(monkeypatch):
     assert int(moves.shared.exchange[0]) == 0  # requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("slots", [0, 4])
 def test_homes_in_files(slots, encoding, tmp_path, monkeypatch):

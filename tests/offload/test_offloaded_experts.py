@@ -65,6 +65,7 @@ def tokens(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tu
     return x, ids, torch.rand(count, 3, generator=g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("slots", "spare"), [(4, 2), (0, 1), (1, 0), (E, 2)])
 def test_equal_to_the_plain_module(split, slots, spare):

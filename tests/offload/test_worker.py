@@ -121,6 +121,7 @@ def test_a_late_worker_is_given_up(own):
     assert model.wait(request, 20) == ""
 
 
+@pytest.mark.exhaustive
 def test_models_come_and_go_while_others_are_used(own):
     model, layer = empty_model(own)
     ended = threading.Event()

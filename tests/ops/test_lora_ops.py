@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cover import examples
+from cover import examples, few
 from fusions import fusion_of_call
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,9 +129,9 @@ def test_grouped_mm_against_whole_weights(partition: Partition):
 # may be missing is another program, and the same for all encodings.
 CELLS = [(name, "both") for name in ("nvfp4", "mxfp4", "int4", "bf16")]
 CELLS += [("nvfp4", "gate_up"), ("nvfp4", "down")]
-ON_TARGETS = [(*cell, "reference") for cell in CELLS] + [
-    pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in CELLS
-]
+ON_TARGETS = [(*cell, "reference") for cell in CELLS] + few(
+    [pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in CELLS], 2
+)
 
 
 @pytest.mark.parametrize(("encoding", "which", "target"), ON_TARGETS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import few
 
 pytest.importorskip("transformers")
 
@@ -91,7 +92,7 @@ def dpo() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     "method",
-    [sft, lambda: sft(packing=True, max_length=32), dpo],
+    few([sft, lambda: sft(packing=True, max_length=32), dpo]),
     ids=["sft", "packed", "dpo"],
 )
 def test_trl(method, tmp_path):

@@ -46,6 +46,7 @@ def every_case(ranks: int, wraps: tuple[str, ...] = ("ddp", "fsdp2")) -> list[st
     return sorted(f"rank {r} {case}: agree" for r in range(ranks) for case in [*cases, "unsent"])
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one():
     assert agreements("cpu", 2) == every_case(2)
 

@@ -43,6 +43,7 @@ def test_a_static_cache_gives_the_same_tokens():
 @pytest.mark.slow
 @pytest.mark.once
 @pytest.mark.compiler
+@pytest.mark.exhaustive
 def test_compiled_it_gives_the_same_tokens():
     name = "modelopt-gpt_oss"
     model = from_pretrained(MADE / name, dtype=torch.float32)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bad_calls import message, messages
+from cover import few
 from files import again, change, copied
 
 pytest.importorskip("transformers")
@@ -114,7 +115,7 @@ def test_what_is_saved_has_the_same_bytes(name, tmp_path):
     assert same_parameters(from_pretrained(tmp_path), model)
 
 
-@pytest.mark.parametrize("name", AS_MODELOPT)
+@pytest.mark.parametrize("name", few(AS_MODELOPT, 2))
 def test_nvfp4_of_others_is_saved_as_modelopt_does(name, tmp_path):
     model = from_pretrained(MADE / name, dtype=torch.float32)
     model.save_pretrained(tmp_path)
@@ -422,6 +423,7 @@ def said_in(config: dict, part: str, key: str, said: dict) -> None:
     (config.setdefault(part, {}) if part else config)[key] = said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ct-qwen3_moe", "ct-qwen3_moe-int4", "modelopt-qwen3_moe"])
 @pytest.mark.parametrize(
     ("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")]
@@ -678,6 +680,7 @@ def test_transformers_own_call_has_no_files_in_a_state_dict():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
 @pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
 def test_a_variant_beside_others(load, size, tmp_path):

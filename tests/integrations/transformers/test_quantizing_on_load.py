@@ -364,6 +364,7 @@ def whole_blocks(request, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("linear", [False, True])
 def test_formats_are_saved_and_loaded(whole_blocks, name, linear, tmp_path):

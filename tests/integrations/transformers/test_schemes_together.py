@@ -258,6 +258,7 @@ def test_deepseek_v4_as_published(tmp_path):
     assert isinstance(layer.mlp.experts, PackedModule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [BLOCKS, MIXED], ids=["fp8", "modelopt"])
 @pytest.mark.parametrize("suffix", ["scale", "weight_scale_inv"])
 def test_nvfp4_experts_beside_fp8_in_blocks(suffix, said, tmp_path):
