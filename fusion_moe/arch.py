@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Arch:
-    """A GPU.
+    """A GPU architecture: its compute capability, limits and features.
 
     capability: CUDA's compute capability. shared_per_multiprocessor, shared_per_block: bytes of
     shared memory, the latter as far as a kernel may opt in. l2_bytes: size of the L2 cache.
@@ -273,7 +273,7 @@ KNOWN: Mapping[str, Arch] = {
 
 
 def shown(capability: tuple[int, ...]) -> str:
-    """As people write it: "8.0"."""
+    """A compute capability as people write it: (8, 0) -> "8.0"."""
     return ".".join(map(str, capability))
 
 
@@ -296,7 +296,7 @@ _BY_CAPABILITY = {
 
 
 def is_capability(asked: str) -> bool:
-    """Whether this names a known compute capability ("8.0", "sm_80") and not a GPU."""
+    """Whether a text names a known compute capability ("8.0", "sm_80") rather than a GPU."""
     return _key(asked) in _BY_CAPABILITY
 
 

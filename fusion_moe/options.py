@@ -255,7 +255,7 @@ _current: contextvars.ContextVar[Options] = contextvars.ContextVar(
 
 
 def current() -> Options:
-    """The options in force here."""
+    """The options in force: the process's, or those of the innermost `override`."""
     return _current.get()
 
 

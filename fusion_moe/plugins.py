@@ -99,7 +99,7 @@ class Hook(Generic[F]):
 
 @functools.cache
 def load_all() -> None:
-    """Loads all packages, once."""
+    """Loads the packages that add to this one by entry points, once."""
     load(GROUP)
 
 

@@ -169,7 +169,7 @@ _state = threading.local()
 
 
 def current() -> Recipe | None:
-    """The recipe in force."""
+    """The recipe in force: that of the innermost block with one; None outside."""
     return getattr(_state, "recipe", None)
 
 

@@ -21,7 +21,7 @@ ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8", "fp8")
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of machine.
+    """A kind of machine that programs are compiled for, and what its kernels can do.
 
     activation_formats: those that its grouped products accept; requires: the arch.FEATURES that one
     of them needs. schedulers: those that are asked whether one kernel can compute a piece, in order

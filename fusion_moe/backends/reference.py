@@ -26,7 +26,9 @@ def emit(segment: Segment) -> Kernel:
 
 
 def in_torch(segment: Segment, why: str) -> Kernel:
-    """The same for a segment of another backend. why: why it has no kernel."""
+    """A kernel that runs a segment in plain torch, in place of another backend's. why: why that has
+    none.
+    """
     fusion = segment.plan.fusion
     why = f"in plain torch: {why}" if why else ""
     return Kernel(segment, REFERENCE, str(fusion), fusion.evaluate, why=why)

@@ -35,7 +35,7 @@ _FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_pro
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer.
+    """The tensors of the experts of one layer, as files name them.
 
     name: the part before the experts' numbers; projections: for "gate_proj", "up_proj", "down_proj"
     ("gate_up_proj" if both are one tensor), the names of weights in the order of experts, or the
@@ -53,7 +53,7 @@ class LayerExperts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all weights."""
+        """The names of all weights of the layer's experts in files."""
         return tuple(name for names in self.projections.values() for name in names)
 
 

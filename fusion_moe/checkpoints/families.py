@@ -36,7 +36,7 @@ class InFloats:
     alone: bool = False
 
     def shape(self, experts: Experts) -> tuple[int, ...]:
-        """In files."""
+        """The shape that the tensor has in files."""
         n, k = experts.hidden, experts.intermediate
         if self.projection != "down_proj":
             n, k = len(matrices_of(self.projection)) * k, n
@@ -104,7 +104,7 @@ class Family:
 
 
 def known_family(directory: Directory) -> Family:
-    """The same, without layers if nothing is known."""
+    """The description of a family; without layers if nothing is known of it."""
     with contextlib.suppress(UnsupportedError):
         return family_of(directory)
     return Family({})

@@ -26,7 +26,7 @@ class FusedOrder:
     interleaved: bool = False
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """N and K of a weight."""
+        """The dimensions N and K of a fused weight, whichever way it is stored."""
         return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
 
     def matrix(self, read: Read, name: str, expert: int, at: int, count: int) -> Tensor:

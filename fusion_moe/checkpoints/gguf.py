@@ -61,7 +61,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its numbers, [..., N, K]."""
+        """The shape [..., N, K] of the numbers that the blocks encode."""
         numbers, size = self.size
         *lead, last = self.data.shape
         return (*lead, last if self.kind in _FLOATS else last // size * numbers)
@@ -72,7 +72,7 @@ class Blocks:
         return replace(self, data=self.data[expert, rows], scale=scale)
 
     def floats(self) -> Tensor:
-        """The numbers, [..., N, K]."""
+        """The numbers that the blocks encode, [..., N, K]."""
         numbers, change = self._rows, self.change
         if self.kind not in _FLOATS:
             gguf = _package(self.file)

@@ -90,7 +90,7 @@ class Unread:
         return DTYPE_NAMES[self.dtype]
 
     def is_floating_point(self) -> bool:
-        """As the method of a tensor."""
+        """Whether the dtype is a float, as the method of a tensor."""
         return self.dtype.is_floating_point
 
 

@@ -158,7 +158,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to store weights.
+    """One way in which files store weights: names and dtypes of the parts of a weight.
 
     encoding: None for those whose encoding follows from their shapes (`fp8.py`, `integers.py`).
     fused: a tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The

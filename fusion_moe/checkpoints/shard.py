@@ -29,7 +29,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """The bytes of the tensor's data."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """The bytes of all tensors that the step writes."""
         return sum(planned.nbytes for planned in self.planned)
 
 

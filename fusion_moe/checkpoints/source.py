@@ -36,7 +36,7 @@ class Source:
 
     @cached_property
     def layers(self) -> dict[str, LayerExperts]:
-        """Those of experts, encoded or in floats."""
+        """The layers of experts of a directory, encoded or in floats."""
         return layers_of_experts([*self.weights, *self.plain], self.directory.config)
 
     @cached_property

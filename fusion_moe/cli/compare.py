@@ -28,11 +28,11 @@ class Compared(Result):
     comparison: Comparison
 
     def to_json(self) -> dict[str, Any]:
-        """Schema fusion_moe.compare."""
+        """The comparison as JSON, schema fusion_moe.compare."""
         return loads(self.comparison.to_json())
 
     def print(self, console: Console) -> None:
-        """As wide as the console."""
+        """Prints the comparison, as wide as the console."""
         from ..report.output import fitting
 
         console.print(self.comparison.text(fitting(console.width)), soft_wrap=True)

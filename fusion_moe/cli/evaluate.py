@@ -42,7 +42,7 @@ class Evaluated(Result):
         return sum(map(len, self.found.losses))
 
     def print(self, console: Console) -> None:
-        """Numbers, then routers."""
+        """Prints perplexities, then what routers chose."""
         result, difference = self.found, self.found.difference
         console.print(f"{self.directory}; {self._tokens:,} tokens of {self.text}", soft_wrap=True)
         rows = [

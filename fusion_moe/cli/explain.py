@@ -44,7 +44,7 @@ class Explanation(Result):
     saved: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Schema fusion_moe.explain."""
+        """The report as JSON, schema fusion_moe.explain."""
         return loads(self.report.to_json())
 
     def print(self, console: Console) -> None:

@@ -55,7 +55,7 @@ class Inspection(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 with problems."""
+        """The command's exit code: 1 with problems, else 0."""
         return PROBLEMS if self.problems else FINE
 
     def print(self, console: Console) -> None:

@@ -42,7 +42,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """FINE or PROBLEMS."""
+        """The command's exit code: FINE or PROBLEMS."""
         return FINE
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Result:
         return {"schema": self.schema, **asdict(self)}
 
     def print(self, console: Console) -> None:
-        """The result as text."""
+        """Prints the result as text."""
         raise NotImplementedError
 
 

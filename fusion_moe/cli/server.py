@@ -313,7 +313,7 @@ def bound(model: Any, ids: Any, config: Any) -> None:
 
 
 class Batched(Bounded, utils.CBGenerateManager):
-    """Several requests in a step."""
+    """Requests that are generated together, several in a step."""
 
 
 class Sequential(Bounded, utils.GenerateManager):

@@ -36,7 +36,7 @@ class Sizes:
         self._shape_env: Any = None
 
     def size(self, n: int | torch.SymInt) -> AnySize:
-        """n as a size of the IR."""
+        """A traced size as a size of the IR."""
         if isinstance(n, int):
             return n
         self._shape_env = n.node.shape_env
@@ -46,7 +46,7 @@ class Sizes:
         return self._of(expr, n)
 
     def shape(self, shape: Sequence[int | torch.SymInt]) -> tuple[AnySize, ...]:
-        """A shape as sizes of the IR."""
+        """A traced shape as sizes of the IR."""
         return tuple(self.size(n) for n in shape)
 
     def expressions(self) -> Mapping[str, Any]:

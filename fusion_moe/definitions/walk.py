@@ -59,7 +59,7 @@ class Walk:
 
     @property
     def device(self) -> torch.device:
-        """The device of the results."""
+        """The device of the results of a graph."""
         return device_of(self.nodes[0])
 
     @property

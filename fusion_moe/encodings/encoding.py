@@ -38,7 +38,7 @@ ROW = -1  # the block of a scale that covers a whole row, whatever K is
 
 @dataclass(frozen=True)
 class Element:
-    """The type of an element.
+    """The type of the elements of an encoding: its bits, and the number that each code stands for.
 
     bits: of its code, of which a byte holds a whole number; dtype: of the tensor that holds codes,
     uint8 if they are narrower than a byte; maximum: the largest number. encode: float32 [...] ->
@@ -174,7 +174,8 @@ def _filled(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """One of the factors of an element, or its zero point.
+    """One level of scales of an encoding, or its zero points: what one of them covers, and its
+    dtype.
 
     block: how many elements along K one scale covers; ROW: a whole row; 0: a whole matrix, or each
     of S equal runs of its rows (gate and up keep their own). divides: whether it is stored as a
@@ -433,7 +434,7 @@ class Quantized(tuple[Tensor, ...]):
         raise AttributeError(name)
 
     def named(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part with its tensor."""
+        """Each part of the weight by its name."""
         return zip(
             self.__dict__["encoding"].parts if "encoding" in self.__dict__ else (),
             self,
@@ -452,11 +453,11 @@ class Quantized(tuple[Tensor, ...]):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parts."""
+        """The device on which the parts are."""
         return self[0].device
 
     def with_(self, **parts: Tensor) -> Quantized:
-        """The same with some parts changed."""
+        """The same weight with some parts changed."""
         return self.of(parts.get(part.name, tensor) for part, tensor in self.named())
 
     def of(self, parts: Any) -> Quantized:
@@ -481,7 +482,7 @@ def register(encoding: Encoding) -> Encoding:
 
 
 def unregister(name: str) -> None:
-    """Undoes `register`."""
+    """Removes an encoding that `register` added."""
     ENCODINGS.pop(name, None)
 
 

@@ -44,7 +44,7 @@ class Paths:
         self.after = self._reach(list(reversed(nodes)), lambda n: n.users)
 
     def span(self, nodes: Iterable[Node]) -> Span:
-        """A set of nodes together."""
+        """The span of a set of nodes: these, and all that are before and after any of them."""
         return reduce(
             operator.or_,
             (Span(1 << self.place[n], self.before[n], self.after[n]) for n in nodes),

@@ -79,7 +79,7 @@ class Region:
 
     @property
     def calls(self) -> int:
-        """How many calls it replaces."""
+        """How many calls of the graph the region replaces."""
         return sum(map(is_call, self.nodes))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """As `Fusion.bind`."""
+    """The values of a Fusion's symbols for inputs: `Fusion.bind`, without its cache."""
     fusion.need_inputs(tensors)
     env: dict[str, int] = dict(sizes or {})
     for v, tensor in zip(fusion.inputs, tensors, strict=True):
@@ -105,7 +105,7 @@ def storage(type: TensorType, env: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
 
 
 def nbytes(type: TensorType, env: Mapping[str, Any]) -> Any:
-    """The bytes of that tensor."""
+    """The bytes of a tensor of a type, for known sizes."""
     shape, dtype = storage(type, env)
     return prod(shape) * dtype.itemsize
 

@@ -85,7 +85,7 @@ class FusionDefinition:
         ends: Groups | None = None,
         role: str = "argument",
     ) -> Value:
-        """An input.
+        """Declares an input of a shape and a dtype.
 
         Args:
             shape: its sizes. A size of -1 becomes known only at launch.
@@ -104,7 +104,7 @@ class FusionDefinition:
         )
 
     def define_like(self, type: TensorType, role: str = "argument") -> Value:
-        """An input of the given type."""
+        """Declares an input of a given type."""
         self._check_may("define_tensor")
         value = Value(f"i{len(self._inputs)}", checked_type(type), self.ops)
         if role not in ROLES:

@@ -170,12 +170,12 @@ class OpKind:
 
     @property
     def signature(self) -> Signature:
-        """Its operands and attributes."""
+        """The operands and attributes of the operation."""
         return signature(self.infer)
 
     @property
     def doc(self) -> str:
-        """What it computes: the docstring of its type rule."""
+        """What the operation computes: the docstring of its type rule."""
         return inspect.getdoc(self.infer) or ""
 
 
@@ -218,7 +218,9 @@ def of_kind(op: Op | None, kinds: Collection[str]) -> Op | None:
 
 
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    """The types of the outputs."""
+    """The types of an operation's outputs, by its type rule. ShapeError, DtypeError or
+    FusionError for inputs and attributes that do not fit.
+    """
     try:
         types_out = kind.infer(*types, **kind.signature.check(attrs))
         assert kind.outputs in (None, len(types_out)), kind.name

@@ -24,7 +24,7 @@ _MOST_TERMS = 64  # terms of a size; each makes adding and multiplying slower
 
 @dataclass(frozen=True)
 class CeilDiv:
-    """of / by, rounded up."""
+    """The size of / by, rounded up."""
 
     of: Size
     by: int
@@ -102,14 +102,14 @@ AnySize = int | Size
 
 
 def is_size(size: Any) -> bool:
-    """Whether it is an int or a Size whose numbers all fit in 64 bits."""
+    """Whether a value is an int or a Size whose numbers all fit in 64 bits."""
     if isinstance(size, Size):
         return all(map(is_size, (*size.ceilings(), *(c for _, c in size.terms))))
     return isinstance(size, int) and not isinstance(size, bool) and -(2**63) <= size < 2**63
 
 
 def symbol(name: str) -> Size:
-    """The size called `name`."""
+    """The size that a symbol called `name` stands for."""
     return Size((((name,), 1),))
 
 

@@ -183,7 +183,7 @@ class TensorType:
             yield from size.symbols()
 
     def partitions(self) -> Iterator[Groups]:
-        """The partitions of its rows."""
+        """The partitions of the tensor's rows into groups."""
         yield from (d.groups for d in self.shape if isinstance(d, Rows))
 
 

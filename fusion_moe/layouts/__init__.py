@@ -34,7 +34,7 @@ def register(layout: Tiled) -> Tiled:
 
 
 def unregister(name: str) -> None:
-    """Undoes `register`."""
+    """Removes a layout that `register` added."""
     LAYOUTS.pop(name, None)
 
 

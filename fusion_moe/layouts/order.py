@@ -53,7 +53,7 @@ class Order:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
+        """Rows and columns of one tile."""
         return prod(self.rows), prod(self.columns)
 
     @property

@@ -22,7 +22,7 @@ def exists(path: Path) -> bool:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file of GGUF, by its name."""
+    """Whether a path is a file of GGUF, by its name."""
     return path.suffix == GGUF and exists(path) and not path.is_dir()
 
 

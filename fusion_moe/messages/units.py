@@ -30,7 +30,7 @@ def ratio(x: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.00123 -> "1.23 ms"."""
+    """Seconds for people: 0.00123 -> "1.23 ms"."""
     unit, size = next(
         (u, s)
         for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))

@@ -100,7 +100,7 @@ class Home:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one expert."""
+        """The bytes of one expert."""
         return sum(t[0].nbytes for t in self.tensors.values())
 
     @property

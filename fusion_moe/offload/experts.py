@@ -164,7 +164,7 @@ class OffloadedExperts(Experts):
 
     @property
     def counters(self) -> Counters:
-        """What steps have done."""
+        """What the steps of the module have done so far."""
         return self.device.counters
 
     def put_in(self, layout: str) -> str:

@@ -36,7 +36,7 @@ def text(name: str, header: str, parameter: str, body: str, threads: int = THREA
 
 
 def name_of(source: str) -> str:
-    """The name of a kernel."""
+    """The name of the kernel in a source that `text` made."""
     return source.partition("(const ")[0].rpartition(" ")[2]
 
 
@@ -68,7 +68,7 @@ def load() -> str:
 
 
 def build(source: str, arch: str) -> Path:
-    """The cubin of a kernel."""
+    """The path of the cubin of a kernel's source, compiled if needed. BuildError."""
     flags = ("--device-int128",)
     return nvrtc.build(source, name=name_of(source), arch=arch, headers=headers(), flags=flags)
 

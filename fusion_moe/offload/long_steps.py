@@ -28,7 +28,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """So many rows are computed."""
+        """How many rows are computed for this part of a long step: its own, rounded up."""
         each = max(_LEAST, (1 << self.rows.bit_length()) // _STEPS)
         return -(-self.rows // each) * each
 

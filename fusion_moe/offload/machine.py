@@ -78,8 +78,8 @@ PRETENDED = Machine(5e9, 4e9, 1e12, 5e9, 4e9, 2_000, 2_000)
 
 
 def measured(name: str, home: Home, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Machine:
-    """This machine with a device of a name, for experts like those of a home; from this process or
-    an earlier one.
+    """The speeds of this machine with a device of a name, for experts like those of a home: from
+    this process, an earlier one, or measured now.
 
     starts(): the nanoseconds to hand rows over and to wait for them, and to begin a copy.
     """
@@ -100,7 +100,9 @@ def copy_alone(to: Tensor, t: Tensor) -> None:
 
 
 def of_gpu(device: str, home: Home) -> Machine:
-    """This machine with a GPU, whose kernels copy experts of a home from pinned memory."""
+    """The speeds of this machine with a GPU, whose kernels copy experts of a home from pinned
+    memory.
+    """
     from .turnaround import Copier, starts  # which looks for a GPU
 
     if home.in_files:

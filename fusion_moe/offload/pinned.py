@@ -48,7 +48,9 @@ _all: WeakValueDictionary[tuple[int, int], Pinned] = WeakValueDictionary()
 
 
 def pinned(t: Tensor) -> Pinned:
-    """The same for all who pin the same memory, which the driver pins once."""
+    """The pinned form of a tensor's memory, one for all who pin the same, which the driver pins
+    once.
+    """
     key = t.data_ptr(), t.nbytes
     entry = _all.get(key)
     if entry is None:

@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def whole(self) -> int:
-        """Bytes of all its experts."""
+        """The bytes of all experts of the layer."""
         return self.experts * self.nbytes
 
 
@@ -64,7 +64,7 @@ class Model:
 
     @property
     def experts(self) -> int:
-        """Bytes of all experts."""
+        """The bytes of all experts of the model."""
         return sum(layer.whole for layer in self.layers)
 
     @classmethod

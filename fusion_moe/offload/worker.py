@@ -59,7 +59,7 @@ class Worker:
         return Model(self, staging)
 
     def pause(self, still: bool = True) -> None:
-        """Has it stand still, as one that a debugger has stopped, or go on: for tests."""
+        """Has the worker stand still, as one that a debugger has stopped, or go on: for tests."""
         library().offload_pause(self.handle, still)
 
 

@@ -42,7 +42,7 @@ def bytes_read(
 
 
 def bytes_written(fusion: Fusion, env: Mapping[str, int]) -> int:
-    """Bytes of the outputs."""
+    """The bytes that a segment's outputs have."""
     return sum(type_bytes(v.type, env) for v in fusion.outputs)
 
 

@@ -226,7 +226,7 @@ class Share:
 
     @property
     def total(self) -> int | None:
-        """The sum of both."""
+        """The sum of both shares."""
         return total((self.fused, self.unfused))
 
     def __str__(self) -> str:
@@ -321,7 +321,7 @@ class ReportData:
 
     @property
     def flops(self) -> Share:
-        """Floating-point operations."""
+        """The floating-point operations of all segments."""
         return Share(self._sum(lambda s: s.flops), self.unfused_flops)
 
     @property
@@ -341,7 +341,7 @@ class ReportData:
         return tuple(self.fusions[0].stages) if self.fusions else ()
 
     def fusion(self, id: str) -> FusionReport:
-        """The fusion called `id`."""
+        """The report of the fusion with an id."""
         fusions = {f.id: f for f in self.fusions}
         if id not in fusions:
             known = ", ".join(fusions) or "none: nothing was fused"

@@ -23,7 +23,7 @@ _OPERATIONS = 42  # columns
 
 
 def details(report: ReportData) -> str:
-    """The whole report."""
+    """The whole report as lines of text."""
     fusions, segments = report.fusions, report.segments
     emulated = [f.id for f in fusions if any("dequantize" in s.ops for s in f.segments)]
     sections = (

@@ -60,7 +60,7 @@ class Counts:
         return [self.groups, self.capacity, *(t.data_ptr() for t in arrays)]
 
     def add(self, ends: Tensor) -> None:
-        """ends i32[G], of one call."""
+        """Counts one call, whose groups end at ends i32[G]."""
         if self.device.type == "cuda":
             layer = (ctypes.c_longlong * 8)(0, COUNTED, *self.numbers)
             first = ctypes.c_void_p(ends.data_ptr())
@@ -82,7 +82,9 @@ class Counts:
 
 
 def count(layers: Mapping[int, tuple[int, Counts | None]]) -> None:
-    """Has C++ count the calls of layers, by the address of a weight: how, and in what."""
+    """Has C++ count the calls of layers. layers: by the address of a weight, how its calls are
+    counted, and in what.
+    """
     there = any(counts and counts.device.type == "cuda" for _, counts in layers.values())
     numbers = [int(kernel()[0]) if there else 0, len(layers)]
     for weight, (how, counts) in layers.items():
@@ -99,6 +101,6 @@ def kernel() -> tuple[Any, Any]:
 
 
 def cubin(arch: str) -> Path:
-    """Its machine code."""
+    """The path of the machine code of count.cu for an architecture."""
     text = _SOURCE.read_text(encoding="utf-8")
     return nvrtc.build(text, name="count", arch=arch, headers=nvrtc.Headers())

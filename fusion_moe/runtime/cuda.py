@@ -158,7 +158,7 @@ def pin(address: int, nbytes: int) -> int:
 
 
 def unpin(address: int) -> None:
-    """Undoes `pin`."""
+    """Releases memory that `pin` pinned."""
     make_current()
     checked(driver().cuMemHostUnregister(address), "cuMemHostUnregister")
 

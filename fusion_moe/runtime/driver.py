@@ -15,7 +15,7 @@ _OLDER_THAN_PTX = 222  # CUDA_ERROR_UNSUPPORTED_PTX_VERSION
 
 @cache
 def driver() -> Any:
-    """The driver's functions."""
+    """The functions of CUDA's driver, by cuda-python. BuildError without it."""
     from cuda.bindings import driver  # imported at first use, since it is an extra
 
     return driver
@@ -59,7 +59,7 @@ def version_number() -> int:
 
 
 def version() -> str:
-    """The same, as "13.0"."""
+    """The version of the driver's CUDA, as "13.0"."""
     return f"{version_number() // 1000}.{version_number() % 1000 // 10}"
 
 

@@ -28,7 +28,7 @@ class Launches(Protocol):
         """Launches all, for the address of each array. False if kernels found bad input."""
 
     def numbers(self) -> Sequence[int]:
-        """The same for C++: what native.cpp reads of `OnCpu` or `OnCuda`."""
+        """The launches in the numbers that native.cpp reads of `OnCpu` or `OnCuda`."""
 
 
 @dataclass(frozen=True)

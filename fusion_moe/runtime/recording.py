@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Who is told."""
+    """Who is told of launches and compilations while a run is recorded."""
 
     def launched(
         self,

@@ -62,6 +62,6 @@ def combine_before(fusion: Fusion) -> Op | None:
 
 
 def describe(fusion: Fusion) -> Collective:
-    """Its two sides."""
+    """The segment's name in reports: the two sides between which it moves rows."""
     (op,) = (op for op in fusion.ops if op.kind.role == "collective")
     return Collective(op.kind.name, str(op.attrs["group"]), *_WAITS[op.kind.name])

@@ -67,7 +67,7 @@ def _is_chosen_inside(fusion: Fusion, op: Op, target: Target) -> bool:
 
 
 def describe(fusion: Fusion) -> Layout:
-    """One pass over the rows."""
+    """The segment's name in reports: one pass over the rows."""
     return Layout(
         tuple(dict.fromkeys(str(op.attrs["layout"]) for op in fusion.ops if "layout" in op.attrs))
     )

@@ -29,5 +29,5 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 
 def describe(fusion: Fusion) -> Pointwise:
-    """One loop over the elements."""
+    """The segment's name in reports: one loop over the elements."""
     return Pointwise(tuple(op.kind.name for op in fusion.ops if op.kind.role == "pointwise"))

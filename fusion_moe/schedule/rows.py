@@ -52,7 +52,7 @@ def of_one_sum(fusion: Fusion) -> str | None:
 
 
 def describe(fusion: Fusion) -> RowOps:
-    """One pass over the rows."""
+    """The segment's name in reports: one pass over the rows."""
     return RowOps(
         tuple(
             op.kind.name

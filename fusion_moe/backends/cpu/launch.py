@@ -44,7 +44,7 @@ class Library:
 
     @cached_property
     def text(self) -> str:
-        """The library's C++."""
+        """The C++ source of the library."""
         return text(self.sources, self._steps)
 
     @cached_property
@@ -71,7 +71,7 @@ class Library:
             yield (self.isa_level, *product), partial(product_of, self.isa_level, *product)
 
     def entry(self, name: str) -> Entry:
-        """A function of the library."""
+        """A function of the loaded library by its name, and the products that are passed to it."""
         function = getattr(self._loaded, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         return function, self._products
@@ -97,7 +97,7 @@ class Function:
         return "_entry" in self.__dict__
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Looks the function up."""
+        """Loads the library, and looks the function up in it."""
         self._entry  # noqa: B018
 
     def plan(self, device: torch.device, sizes: Sizes) -> LaunchPlan:
@@ -168,7 +168,7 @@ class Launches:
         return struct.Struct(f"{len(self.order)}P").pack, sizes
 
     def numbers(self) -> list[int]:
-        """The call for C++."""
+        """The call in the numbers that native.cpp reads: function, products, order and sizes."""
         function, products = self.entry
         return [
             native.address(function),

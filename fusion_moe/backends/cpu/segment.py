@@ -76,7 +76,7 @@ class Source:
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """The headers in kernels/ that the text needs."""
+        """The headers in kernels/ that the source includes."""
         routes = any(op.kind.name in router.ROUTER for op in self.fusion.ops)
         between_ranks = any(op.kind.role == "collective" for op in self.fusion.ops)
         return (
@@ -102,7 +102,7 @@ class SegmentWriter(Writer):
         """The part of `run` after `first`."""
 
     def text(self) -> str:
-        """The struct and its `run`."""
+        """The C++ of the segment: its struct, and the function `run`."""
         first = self._first()
         functions, body = self.functions(), self.body()
         return _STRUCT.substitute(

@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def kernels(self) -> tuple[KernelSource, ...]:
-        """All kernels, in order."""
+        """All kernels that a call launches, in order."""
         return tuple(kernel for step in self.steps for kernel in step.kernels)
 
     def __str__(self) -> str:

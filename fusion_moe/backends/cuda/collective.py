@@ -52,7 +52,7 @@ class Collective(Source):
         self.grouped = self.sums.values[0] if self.sums else None
 
     def functions(self) -> list[str]:
-        """None: its kernels contain everything."""
+        """C++ functions beside the kernels: none, since the kernels contain everything."""
         return []
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:

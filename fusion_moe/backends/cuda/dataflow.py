@@ -137,7 +137,7 @@ class Parts:
 
     @cached_property
     def arrays(self) -> CallArrays:
-        """The call's arrays."""
+        """The arrays of the call, numbered."""
         numbers: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
         argument, places = len(numbers), list[tuple[int, ...]]()
         created = list[tuple[Source, Value | Array, int]]()
@@ -224,7 +224,7 @@ def _only_activations(product: Product) -> bool:
 
 
 def one_part(source: Source, variant: str = AUTO) -> Parts:
-    """A segment by itself."""
+    """The parts of a call that launches one segment alone."""
     inputs, outputs = tuple(source.fusion.inputs), tuple(source.fusion.outputs)
     return Parts(inputs, outputs, (Part(source, inputs, outputs),), variant)
 

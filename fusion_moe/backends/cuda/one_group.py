@@ -68,7 +68,7 @@ class Constants:
 
 @cache
 def constants() -> Constants:
-    """The fitted constants."""
+    """The constants of the model of a product's time, fitted to measurements of a GPU."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
 
 

@@ -128,7 +128,7 @@ class Store:
         return [*of_eight(statements, self.kept, column, self.arrays), *self.stores]
 
     def function(self, statements: Sequence[Statement], sums: int) -> list[str]:
-        """It in a function."""
+        """The store as a C++ function."""
         return [
             "// Columns j0 .. j0 + 7 of a tile, of row m of group g; `total` takes what they add "
             "to sums over the row.",

@@ -139,7 +139,7 @@ class Elements:
 
     @property
     def lines(self) -> list[str]:
-        """The C++ of the statements."""
+        """The C++ lines of the statements so far."""
         return written(self.statements)
 
     def of(self, v: Value, at: Sequence[Index]) -> Variable:

@@ -12,7 +12,7 @@ from .indices import Index
 
 @dataclass(frozen=True)
 class Expression:
-    """C++ text and its variables."""
+    """A C++ expression as text, and the variables that it reads."""
 
     text: str
     reads: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class Definition:
     value: Expression
 
     def lines(self) -> list[str]:
-        """Its C++."""
+        """The C++ of the definition."""
         return [f"const {self.type} {self.name} = {self.value};"]
 
 
@@ -60,7 +60,7 @@ class Choice:
     cases: tuple[Case, ...]
 
     def lines(self) -> list[str]:
-        """Its C++."""
+        """The C++ of the choice."""
         lines = [f"{self.type} {self.name} = 0;"]
         for i, case in enumerate(self.cases):
             body = [*written(case.body), f"{self.name} = {case.value};"]
@@ -73,7 +73,7 @@ Statement = Definition | Choice | str
 
 
 def written(statements: Sequence[Statement]) -> list[str]:
-    """The lines of statements."""
+    """The C++ lines of statements."""
     return [line for s in statements for line in ([s] if isinstance(s, str) else s.lines())]
 
 

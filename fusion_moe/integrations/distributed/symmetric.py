@@ -249,7 +249,7 @@ class Layer:
         self.memory.need(tokens, ceil_to(self.features, _TILE) * widest)
 
     def arguments(self) -> dict[str, Any]:
-        """Those of `fused_experts`."""
+        """The arguments of `fused_experts` that say where the ranks' memory is."""
         return {
             "peers": self.peers,
             "across": self.memory.group.group_name,

@@ -8,5 +8,5 @@ from ..nvfuser import library
 
 @plugins.packages
 def packages() -> tuple[plugins.Package, ...]:
-    """nvFuser itself."""
+    """The packages that this integration needs: nvFuser itself."""
     return (plugins.Package("nvFuser", "nvfuser-cu128-torch210", library.why_missing()),)

@@ -26,7 +26,9 @@ _LAYERS = "thunder.benchmarks.layers_for_inference_benchmark"
 
 @plugins.converters
 def converters() -> Mapping[str, Any]:
-    """By class names: thunder need not be imported to look at a model."""
+    """Converters of thunder's modules, by class names: thunder need not be imported to look at a
+    model.
+    """
     return {
         f"{_LAYERS}.GroupedLinear": _grouped_linear,
         f"{_LAYERS}.GroupedSwiGLU": _grouped_swiglu,
@@ -52,7 +54,7 @@ def compiled_by(function: Callable[..., Any]) -> plugins.CompiledBy | None:
 
 @plugins.packages
 def packages() -> tuple[plugins.Package, ...]:
-    """thunder itself."""
+    """The packages that this integration needs: thunder itself."""
     why = "" if find_spec("thunder") else f"not installed; {install('thunder')} (torch before 2.13)"
     return (plugins.Package("thunder", "lightning-thunder", why),)
 

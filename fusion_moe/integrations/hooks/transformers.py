@@ -38,7 +38,9 @@ REFUSED = {
 
 @plugins.converters
 def converters() -> Mapping[str, Any]:
-    """By class names: transformers need not be imported to look at a model."""
+    """Converters of transformers' modules, by class names: transformers need not be imported to
+    look at a model.
+    """
     return {
         "transformers.models.llama4.modeling_llama4.Llama4TextMoe": _llama4_text_moe,
         **REFUSED,
@@ -90,7 +92,7 @@ def advice(module: nn.Module) -> Iterator[str]:
 
 @plugins.packages
 def packages() -> tuple[plugins.Package, ...]:
-    """transformers itself."""
+    """The packages that this integration needs: transformers itself."""
     why = "" if find_spec("transformers") else f"not installed; {install('models')}"
     return (plugins.Package("transformers", "transformers", why),)
 

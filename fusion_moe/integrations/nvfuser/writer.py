@@ -48,7 +48,7 @@ class Writer:
         return x if x.dtype() == wanted else self.cast(x, dtype=wanted)
 
     def constant(self, value: float, name: str) -> Any:
-        """A number with a dtype."""
+        """A number with a dtype, as a value of the definition."""
         key = ("constant", repr(value), name)
         if key not in self._made:
             self._made[key] = self.fd.define_scalar(value, dtype=dtype(name))
@@ -66,7 +66,7 @@ class Writer:
         return reduce(lambda a, b: self.add(a, b), products)
 
     def shape(self, dims: tuple[Dim, ...]) -> list[Any]:
-        """A shape."""
+        """A shape as the definition's operations take it."""
         return [self.size(d) for d in dims]
 
     def spread(self, x: Any, shape: tuple[Dim, ...], *dims: int, repeats: bool = False) -> Any:
@@ -91,7 +91,7 @@ class Writer:
         return self.full(self.shape(shape), self.constant(value, name), dtype=dtype(name))
 
     def count(self, length: Dim, name: str = "i32") -> Any:
-        """0, 1, ... length - 1."""
+        """The vector 0, 1, ... length - 1."""
         zero, one = self.constant(0, name), self.constant(1, name)
         size = self.size(length)
         size = self.constant(size, "i64") if isinstance(size, int) else size

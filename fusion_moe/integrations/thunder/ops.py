@@ -291,7 +291,7 @@ def meta_of(op: OpOverload) -> Callable[..., Any]:
 
 
 def proxy_of(shape: Sequence[int], device: Any, dtype: torch.dtype) -> TensorProxy:
-    """A new proxy."""
+    """A new proxy of thunder for a tensor like a given one."""
     return TensorProxy(
         shape=tuple(shape),
         device=devices.to_device(device),

@@ -110,7 +110,7 @@ class Times:
         return (self.high - self.low) / self.median
 
     def overlaps(self, other: Times) -> bool:
-        """Whether it is open which is faster."""
+        """Whether two measurements overlap, so that it is open which is faster."""
         return self.low <= other.high and other.low <= self.high
 
 
@@ -150,7 +150,7 @@ def made(config: Any, layers: int, device: str) -> Any:
 
 
 def config_of(name: str) -> Any:
-    """A configuration of SIZES."""
+    """The configuration of transformers for a name of SIZES."""
     sizes = dict(SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 

@@ -68,19 +68,19 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
 
 
 class MXFP4Config(nn_config.MXFP4Config, QuantizationConfigMixin):
-    """The same for MXFP4."""
+    """The configuration of `quantize_` and `from_pretrained` for MXFP4."""
 
 
 class INT4Config(nn_config.INT4Config, QuantizationConfigMixin):
-    """The same for INT4."""
+    """The configuration of `quantize_` and `from_pretrained` for INT4."""
 
 
 class FP8Config(nn_config.FP8Config, QuantizationConfigMixin):
-    """The same for FP8."""
+    """The configuration of `quantize_` and `from_pretrained` for FP8."""
 
 
 def in_transformers_form(config: nn_config.QuantizationConfig) -> QuantizationConfigMixin:
-    """The same configuration, of a class as transformers wants it."""
+    """A configuration of ours as an object of the class that transformers wants."""
     classes: tuple[Any, ...] = (NVFP4Config, MXFP4Config, INT4Config, FP8Config)
     cls = next(cls for cls in classes if isinstance(config, cls.__mro__[1]))
     result: QuantizationConfigMixin = cls(**asdict(config))

@@ -72,7 +72,7 @@ def check_ids(model: Any, ids: Tensor) -> None:
 
 
 class Decoder:
-    """A model and its cache.
+    """A model with a cache of its own, which decodes step by step, under CUDA graphs on GPUs.
 
     model: a language model of transformers; length: tokens that the cache holds; batch: sequences;
     backend: compiles steps on a GPU; experts: transformers' implementations for prompts and for

@@ -104,7 +104,7 @@ def _evaluation(
 
 
 def windows_of(tokenizer: Any, text: str, context: int) -> Iterator[Window]:
-    """The windows of a text."""
+    """The windows of tokens into which a text is cut for evaluation."""
     first = tokenizer.bos_token_id
     first = tokenizer.eos_token_id if first is None else first
     start = [] if first is None else [first]

@@ -68,7 +68,7 @@ def gather(experts: Experts, x: Tensor, ids: Tensor, w: Tensor, moe: Any) -> Ten
 
 
 def send(experts: Experts, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    """The same through memory that the ranks share.
+    """Sends tokens to the ranks of their experts through memory that the ranks share.
 
     The exchange takes equally many tokens of each rank, as those of CUDA graphs are: in other steps
     tokens without experts, which are not sent, fill up to the most that any rank has.

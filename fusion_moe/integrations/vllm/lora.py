@@ -79,7 +79,7 @@ class Served:
 
     @property
     def experts(self) -> Experts:
-        """This library's module."""
+        """The module of this library that computes the layer's experts."""
         return self.base_layer.routed_experts.fusion_moe
 
     @classmethod
@@ -132,8 +132,8 @@ class Served:
         self.base_layer.routed_experts.quant_method.adapters = self.arguments
 
     def arguments(self, tokens: int) -> dict[str, Tensor]:
-        """Those of `fused_experts`; none if no token of this step has an adapter, which the host
-        knows.
+        """The arguments of `fused_experts` for adapters; none if no token of this step has one,
+        which the host knows.
         """
         # on GPUs a flag, on the host
         meta = getattr(self.punica_wrapper, "token_mapping_meta", None)

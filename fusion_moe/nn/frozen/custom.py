@@ -118,5 +118,5 @@ class CustomExperts(Projections):
         return y if bias is None else ops.group_add(y, bias, ends)
 
     def extra_repr(self) -> str:
-        """For print(model)."""
+        """What print(model) shows of the module."""
         return f"{super().extra_repr()}, function={type(self.function).__name__}"

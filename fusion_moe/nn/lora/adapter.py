@@ -80,7 +80,7 @@ class Adapter(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """For print(model)."""
+        """What print(model) shows of the adapter."""
         experts, rank, k = self.A.shape
         return (
             f"experts={experts}, in_features={k}, out_features={self.B.shape[1]}, rank={rank}, "

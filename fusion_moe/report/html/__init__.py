@@ -25,7 +25,7 @@ WIDTH, BROAD, HEIGHT, APART, BELOW = 168, 320, 62, 12, 34
 
 
 def page(report: ReportData) -> str:
-    """The whole file."""
+    """The report as one file of HTML."""
     times = _times(report)
     return rendered(
         _part("page.html"),
