@@ -2,7 +2,8 @@
 output.py prints what one returns.
 
 A command checks its arguments before it calls `load` of start.py, which imports torch and takes
-seconds: its module imports neither torch nor rich, nor what imports them.
+seconds: its module imports neither torch nor rich, nor what imports them. What needs them is a file
+beside it, as run_model.py is beside run.py.
 
 Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported, 130 stopped by Ctrl-C.
 """

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import OptionError
 from ..messages.paths import check_checkpoint, destination
-from .inspection import Inspection
+from .inspect_result import Inspection
 from .start import load
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def written(
     """What was written, or would be. src: whose other files are copied; write: takes the argument
     dry_run; against: what errors are relative to.
     """
-    from .inspecting import inspection
+    from .inspect_directory import inspect_directory
 
     if not dry_run:
-        return inspection(write(), against=against)
+        return inspect_directory(write(), against=against)
     planned: list[Directory] = []
     dst = write(dry_run=planned.append)
-    return inspection(dst, planned=planned[0], files=src if src.is_dir() else dst)
+    return inspect_directory(dst, planned=planned[0], files=src if src.is_dir() else dst)

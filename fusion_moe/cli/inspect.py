@@ -1,4 +1,6 @@
-"""fusion-moe inspect: what a directory holds, by its headers."""
+"""The command `fusion-moe inspect`: what a directory holds. Arguments alone; the work is in
+inspect_directory.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import typer
 
 from ..errors import CheckpointError
 from ..messages.paths import check_checkpoint
-from .inspection import Inspection
+from .inspect_result import Inspection
 from .start import load
 
 
@@ -47,6 +49,6 @@ def inspect(
     if against is not None:
         check_checkpoint(against)
     load()
-    from .inspecting import inspection
+    from .inspect_directory import inspect_directory
 
-    return inspection(directory, values, against)
+    return inspect_directory(directory, values, against)

@@ -9,7 +9,7 @@ import typer
 
 from ..messages.paths import GGUF, check_checkpoint, destination
 from .convert import Destination, DryRun, Source, written
-from .inspection import Inspection
+from .inspect_result import Inspection
 from .start import load
 
 To = Literal["nvfp4", "mxfp4", "int4", "fp8"]

@@ -71,7 +71,7 @@ def run(
     load()
     import torch
 
-    from .talk import Talk, line, recorded
+    from .run_model import Talk, line, recorded
 
     where = device_of(device, "run")
     torch.manual_seed(seed)

@@ -249,10 +249,10 @@ def test_experts_of_several_types_are_floats(tmp_path: Path) -> None:
 
 
 def test_commands_name_the_types_of_ggml(tmp_path: Path) -> None:
-    cli = pytest.importorskip("fusion_moe.cli.inspecting")
+    cli = pytest.importorskip("fusion_moe.cli.inspect_directory")
     written = pytest.importorskip("fusion_moe.cli.convert").written
     file = write_gguf(tmp_path / "model.gguf", "qwen3_moe", "MXFP4", "Q8_0")
-    found = cli.inspection(file, values=True)
+    found = cli.inspect_directory(file, values=True)
     assert (found.method, found.algorithm, found.problems) == ("gguf", "", ())
     assert found.bytes < file.stat().st_size < found.bytes + 10**4
     assert [(g.format, g.of, g.weights) for g in found.groups] == [
@@ -261,7 +261,7 @@ def test_commands_name_the_types_of_ggml(tmp_path: Path) -> None:
         ("float32", "all else", 11),
     ]
     file = write_gguf(tmp_path / "other.gguf", "qwen3_moe", "Q5_0", "Q8_0")
-    assert cli.inspection(file).groups[2].runs == "decoded to floats when it is loaded"
+    assert cli.inspect_directory(file).groups[2].runs == "decoded to floats when it is loaded"
     tokenizer_of = pytest.importorskip("fusion_moe.cli.models").tokenizer_of
     assert tokenizer_of(file)("t3t41").input_ids == [0, 4, 0, 5, 2]
     result = written(file, partial(quantize, file, tmp_path / "dst"), False, against=file)

@@ -28,7 +28,7 @@ from fusion_moe.checkpoints import (
 )
 from fusion_moe.checkpoints.comparing import errors_of
 from fusion_moe.checkpoints.conversion import Source
-from fusion_moe.cli.inspecting import inspection
+from fusion_moe.cli.inspect_directory import inspect_directory
 from fusion_moe.errors import (
     CheckpointError,
     OptionError,
@@ -309,7 +309,7 @@ def test_rules_for_scales_of_blocks(rule: str, tmp_path: Path) -> None:
     assert torch.equal(after[f"{name}.weight_scale"].float(), want.block_scale.float())
     assert torch.equal(after[f"{name}.weight_scale_2"], want.decode_scale)
     assert Directory.open(dst).quantization["scales"] == rule
-    assert inspection(dst).scales == rule
+    assert inspect_directory(dst).scales == rule
     other = quantize(SRC, tmp_path / "max", scales="max")
     assert "scales" not in Directory.open(other).quantization
     x, got = before[f"{name}.weight"], loaded(other)
@@ -334,7 +334,7 @@ def test_formats(to: str, tmp_path: Path) -> None:
         want = encodings.dequantize(encodings.quantize(x, encoding, scales=rule))
         assert torch.equal(weights[name].floats(directory.read), want)
     assert all(torch.equal(directory.read(name), t) for name, t in before.items())
-    assert inspection(dst).scales == ("mse" if to == "int4" else "")
+    assert inspect_directory(dst).scales == ("mse" if to == "int4" else "")
     check_scales(directory, weights)
 
 

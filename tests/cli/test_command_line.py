@@ -101,7 +101,7 @@ def test_interrupted(said, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt(*said)
 
-    monkeypatch.setattr("fusion_moe.cli.inspecting.inspection", interrupt)
+    monkeypatch.setattr("fusion_moe.cli.inspect_directory.inspect_directory", interrupt)
     result = run("inspect", str(MADE / "modelopt-mixtral"))
     message = f"fusion-moe: {said[0] if said else 'interrupted'}\n"
     assert (result.exit_code, result.stderr) == (130, message)

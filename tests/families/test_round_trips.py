@@ -24,7 +24,7 @@ from fusion_moe import options
 from fusion_moe.checkpoints import Directory, convert, quantize
 from fusion_moe.checkpoints.conversion import dense_tensors
 from fusion_moe.checkpoints.families import family_of
-from fusion_moe.cli.inspecting import inspection
+from fusion_moe.cli.inspect_directory import inspect_directory
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.integrations.transformers.decoding import Decoder
 from fusion_moe.nn.frozen.packed import PackedModule
@@ -72,13 +72,13 @@ def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def read(directory: Path) -> Any:
     """A model of a directory of which inspect finds nothing wrong."""
-    assert inspection(directory).problems == ()
+    assert inspect_directory(directory).problems == ()
     return from_pretrained(directory, dtype=torch.float32)
 
 
 def read_by(kind: Any, directory: Path) -> Any:
     """The same by its own class, which finds what it looks for and nothing else."""
-    assert inspection(directory).problems == ()
+    assert inspect_directory(directory).problems == ()
     model, info = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert [sorted(info[key]) for key in CLEAN] == [[], [], []]
     return model.eval()

@@ -1,4 +1,4 @@
-"""What `inspect` says of a directory, and other commands of what they wrote."""
+"""The result of `inspect`, `convert` and `quantize`, and its text, without torch."""
 
 from __future__ import annotations
 

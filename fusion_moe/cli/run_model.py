@@ -1,4 +1,4 @@
-"""What `run` does: a model that is loaded, and what was said to it."""
+"""The work of `run`, which needs torch: a model that is loaded, and what was said to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..checkpoints import Directory
 from ..errors import OptionError
 from ..messages.units import amount, count
 from ..nn import Experts
-from .inspecting import kernels_for
+from .inspect_directory import kernels_for
 from .models import a_model, tokenizer_of
 from .output import Result
 

@@ -1,4 +1,6 @@
-"""What `inspect` finds in a directory, and other commands in what they wrote."""
+"""The work of `inspect`, which needs torch: reads a directory's headers. Also after `convert` and
+`quantize`, of what they wrote.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError
 from ..messages.paths import GGUF
 from ..runtime import build, isa
-from .inspection import Group, Inspection
+from .inspect_result import Group, Inspection
 from .models import has_tokenizer
 
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
@@ -40,7 +42,7 @@ _NO_TOKENIZER = "no tokenizer: run, eval and servers need the original model's"
 _PLAIN = {encoding.element.dtype: encoding for encoding in (BF16, F16, F32)}
 
 
-def inspection(
+def inspect_directory(
     path: Path,
     values: bool = False,
     against: Path | None = None,
