@@ -1,5 +1,6 @@
-"""What kernels/block_copies.cuh makes, on the CPU, where a header stands for what is PTX
-(cuda_on_cpu/): codes and scales bit for bit those of the encodings, by rows and by columns.
+"""What kernels/mxfp8.cuh and kernels/block_copies.cuh make, on the CPU, where a header stands for
+what is PTX (cuda_on_cpu/): codes and scales bit for bit those of the encodings, by rows and by
+columns.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from on_cpu import copy, library, pointer
 from torch import Tensor
 
 from fusion_moe.backends.cuda.launch import KERNELS
-from fusion_moe.encodings import FP8_COLUMNS, FP8_E8M0, FP8_ROWS, quantize
-from fusion_moe.ir.kinds.runs import quantize_runs, transpose_row_blocks
+from fusion_moe.encodings import (
+    FP8_COLUMNS,
+    FP8_E8M0,
+    FP8_ROWS,
+    MXFP8,
+    MXFP8_COLUMNS,
+    quantize,
+)
+from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs, transpose_row_blocks
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SIZES = (130, 0, 33, 128, 3)
 MATRICES = [(384, 256), (352, 160), (32, 96)]  # K, N: whole blocks, or short last ones
 RUNS = f"GroupedRows<{len(SIZES)}, 128>{{ends, rows, nullptr}}"
+RUNS_OF_32 = RUNS.replace("128", "32")
 ROW = """const auto row = [=](i64 m) {
     return [=](i64 j0, float (&eight)[8]) {
         for (int v = 0; v < 8; ++v) eight[v] = widen(x[m * K + j0 + v]);
@@ -37,7 +46,23 @@ extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, floa
     }});
 }}
 extern "C" void turned(const u8* codes, const i32* ends, i64 rows, u8* by_columns) {{
-    on_threads([=] {{ turn_runs<K>({RUNS}, codes, by_columns); }});
+    on_threads([=] {{ transpose_row_blocks<K>({RUNS}, codes, by_columns); }});
+}}
+extern "C" void blocks_of_32(const bf16* x, const i32* ends, i64 rows, u8* by_rows, u8* row_scales,
+                             u8* by_columns, u8* column_scales) {{
+    {ROW}
+    on_threads([=] {{
+        make_copies<bf16, K>({RUNS_OF_32}, row,
+            BlockCopy<E8m0Scale>{{by_rows, row_scales, nullptr}},
+            BlockCopy<E8m0Scale>{{by_columns, column_scales, nullptr}});
+    }});
+}}
+extern "C" void read_32(const u8* codes, const u8* scales, const i32* ends, i64 rows, bf16* x) {{
+    on_threads([=] {{ read_copy<Strips<K>>({RUNS_OF_32}, codes, scales, x); }});
+}}
+extern "C" void read_128(const u8* codes, const float* scales, const i32* ends, i64 rows,
+                         bf16* x) {{
+    on_threads([=] {{ read_copy<Square<K>>({RUNS}, codes, scales, x); }});
 }}
 extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* turned_scales) {{
     {ROW}
@@ -47,7 +72,7 @@ extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* 
     }});
 }}
 extern "C" void other_way(const u8* codes, const u8* scales, u8* turned, u8* turned_scales) {{
-    on_threads([=] {{ turn_blocks<N, K>(2, codes, scales, turned, turned_scales); }});
+    on_threads([=] {{ transpose_blocks<N, K>(2, codes, scales, turned, turned_scales); }});
 }}
 """
 
@@ -85,6 +110,23 @@ def test_rows_of_groups(kernels, sizes):
     want = [*quantize(x, FP8_ROWS), turned, scales]
     assert_same_bits(made(kernels.runs, (x, ends, len(x)), want), want)
     assert_same_bits(made(kernels.turned, (codes, ends, len(x)), [turned]), [turned])
+
+
+def test_rows_of_groups_in_blocks_of_32(kernels, sizes):
+    """As the encodings have them, from one read."""
+    x, ends = numbers(sum(SIZES) + 6, sizes[0]), torch.tensor(SIZES).cumsum(0).int()
+    want = [*quantize(x, MXFP8), *quantize_runs(x, ends, MXFP8_COLUMNS)]
+    assert_same_bits(made(kernels.blocks_of_32, (x, ends, len(x)), want), want)
+
+
+@pytest.mark.parametrize("encoding", [MXFP8_COLUMNS, FP8_COLUMNS], ids=lambda e: e.name)
+def test_saved_copies_are_read(kernels, sizes, encoding):
+    """Zeros in rows of no group."""
+    x, ends = numbers(sum(SIZES) + 6, sizes[0]), torch.tensor(SIZES).cumsum(0).int()
+    saved = quantize_runs(x, ends, encoding)
+    (found,) = made(getattr(kernels, f"read_{encoding.block}"), (*saved, ends, len(x)), [x])
+    want = dequantize_runs(saved, ends).bfloat16()
+    assert torch.equal(found.nan_to_num(nan=-1), want.nan_to_num(nan=-1))
 
 
 def test_matrices_both_ways(kernels, sizes):

@@ -1,5 +1,6 @@
-"""The CUDA C++ of copies with a scale for 128 numbers of a row, 128 of a column, or 128 x 128,
-around kernels/block_copies.cuh.
+"""The CUDA C++ of copies in e4m3 codes: with a scale for 32 numbers of a row or a column, around
+kernels/mxfp8.cuh, or for 128 of a row, 128 of a column, or 128 x 128, around
+kernels/block_copies.cuh.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ BLOCK_COPY = "BlockCopy<{scale}>"
 # of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks that
 # are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
+# by block: the header, and how many columns of a tile so many threads have
+_LANES = {32: ("mxfp8.cuh", 256, 32), BLOCK: ("block_copies.cuh", BLOCK, THREADS)}
 ENCODINGS = tuple(name for name in TRAINED if find(name).block == BLOCK)
 # of a matrix, on average: with fewer, a step that rounds its weights takes longer than in bf16, on
 # an H200 (docs/performance/training.md)
@@ -76,67 +79,69 @@ def kernel(
     made = {
         kind_of(e): f"{copy.format(scale=scale_class(e))}{{{where}}}" for e, where, copy in copies
     }
-    to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
-    rows, matrices = plain(n), elements(lead)
+    rows, block = elements((*lead, n)), copies[0][0].block
     if "squares" in made:
-        tiles = f"MatrixTiles<{known(n)}>{{{size(matrices)}}}"
-        count: AnySize = matrices * -(-known(n) // BLOCK)
+        tiles = f"MatrixTiles<{known(n)}>{{{size(elements(lead))}}}"
+        count: AnySize = elements(lead) * -(-known(n) // BLOCK)
     elif ends is None:
-        tiles = f"PlainTiles<{BLOCK}>{{{size(matrices * rows)}}}"
-        count = ceildiv(matrices * rows, BLOCK)
+        tiles, count = f"PlainTiles<{block}>{{{size(rows)}}}", ceildiv(rows, block)
     else:
-        tiles, count = _grouped(source, ends, rows, left)
+        tiles, count = _grouped(source, ends, rows, left, block)
+    if block != BLOCK:
+        to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns"))
+        make = f"make_copies<{number}, {known(k)}>({tiles}, row, {to});"
+        return _of_tiles(source, name, [*row, make], count, known(k), block, _FEW_BLOCKS)
     looked_up = str("return [=]" not in row[1]).lower()  # a row is more than its number
+    to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     make = f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});"
     heavy = looked_up == "true" or cut or "squares" in made or known(k) % BLOCK
     few = heavy or sum("load_eight" in line for line in row) > 2
     blocks = _FEW_BLOCKS if few else _MIN_BLOCKS
-    return _of_tiles(source, name, [*row, make], count, known(k), blocks)
+    return _of_tiles(source, name, [*row, make], count, known(k), BLOCK, blocks)
 
 
-def reading(
-    source: Source,
-    name: str,
-    parts: Sequence[Value],
-    ends: Value,
-    numbers: Value,
-    left: Sequence[Value],
-) -> KernelSource:
-    """The kernel that decodes a copy in blocks along rows of groups, whose scales are powers of
-    two.
+def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
+    """The kernel that decodes a saved copy in blocks along rows of groups, whose scales are powers
+    of two. left: values that are not in memory yet.
     """
+    (packed, ends), (numbers,), block = op.values, op.outputs, op.values[0].type.encoding.block
     rows, k = plain(numbers.type.shape[0]), known(numbers.type.shape[-1])
-    tiles, count = _grouped(source, ends, rows, left)
+    tiles, count = _grouped(source, ends, rows, left, block)
+    parts = source.fusion.producers[packed].values
     given = ", ".join(source.array(v, left) for v in parts)
-    read = f"read_block_copy<{k}>({tiles}, {given}, {source.names[numbers]});"
-    return _of_tiles(source, name, [read], count, k)
+    lanes = "Square" if block == BLOCK else "Strips"
+    read = f"read_copy<{lanes}<{k}>>({tiles}, {given}, {source.names[numbers]});"
+    few = _MIN_BLOCKS if block == BLOCK else _FEW_BLOCKS
+    return _of_tiles(source, name, [read], count, k, block, few)
 
 
-def turning(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
+def transpose_blocks(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel that transposes matrices in blocks of 128 x 128."""
     (codes, scales), made = op.values, op.outputs
     groups, n, k = codes.type.shape
     given = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in made)]
-    turn = f"turn_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});"
+    turn = f"transpose_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});"
     return _of_tiles(source, name, [turn], plain(groups) * -(-known(n) // BLOCK), known(k))
 
 
-def turning_runs(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
+def transpose_row_blocks(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel that stores by columns the codes of rows of groups."""
     (codes, ends), (turned,) = op.values, op.outputs
     rows, k = (plain(d) for d in codes.type.shape)
     tiles, count = _grouped(source, ends, rows, left)
     given = f"{source.array(codes, left)}, {source.names[turned]}"
-    return _of_tiles(source, name, [f"turn_runs<{known(k)}>({tiles}, {given});"], count, known(k))
+    return _of_tiles(
+        source, name, [f"transpose_row_blocks<{known(k)}>({tiles}, {given});"], count, known(k)
+    )
 
 
 def _grouped(
-    source: Source, ends: Value, rows: AnySize, left: Sequence[Value]
+    source: Source, ends: Value, rows: AnySize, left: Sequence[Value], block: int = BLOCK
 ) -> tuple[str, AnySize]:
     """Tiles of rows of groups, and how many there are."""
     groups = known(ends.type.shape[0])
-    tiles = f"GroupedRows<{groups}, {BLOCK}>{{{source.array(ends, left)}, {size(rows)}, error}}"
-    return tiles, ceildiv(rows, BLOCK) + groups + 1
+    tiles = f"GroupedRows<{groups}, {block}>{{{source.array(ends, left)}, {size(rows)}, error}}"
+    return tiles, ceildiv(rows, block) + groups + 1
 
 
 def _of_tiles(
@@ -145,14 +150,17 @@ def _of_tiles(
     body: Sequence[str],
     tiles: AnySize,
     width: int,
+    block: int = BLOCK,
     min_blocks: int = _MIN_BLOCKS,
 ) -> KernelSource:
-    assert THREADS == 256  # as the header has it
+    """A kernel whose blocks compute tiles, or its warps parts of tiles of low rows."""
+    assert THREADS == 256  # as the headers have it
+    header, columns, threads = _LANES[block]
     return source.kernel(
         name,
         [*source.WAIT, *body],
-        tiles * -(-width // BLOCK),
-        headers=("block_copies.cuh",),
+        ceildiv(tiles * -(-width // columns) * threads, THREADS),
+        headers=(header,),
         max_resident=MAX_RESIDENT,
         min_blocks=min_blocks,
     )

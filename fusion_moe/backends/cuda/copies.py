@@ -1,6 +1,5 @@
-"""The CUDA C++ of copies in few bits, in MXFP8 around kernels/mxfp8.cuh, otherwise by
-block_copies.py and e2m1_copies.py: a kernel that makes and stores all copies of one value, and a
-kernel that decodes a saved copy.
+"""The CUDA C++ of copies in few bits, by block_copies.py and e2m1_copies.py: which operations are
+copies, and a kernel that makes and stores all copies of one value.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv
-from ...ir.types import plain
 from ...schedule.product import cat_before
 from ..cxx.elements import stored
-from ..cxx.indices import Variable, reshaped, size
+from ..cxx.indices import Variable, reshaped
 from ..cxx.product_plan import base_of, known
 from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
 from .block_copies import BLOCK_COPY
-from .source import MAX_RESIDENT, THREADS, KernelSource, Source
+from .source import KernelSource, Source
 from .vectors import FIRST, VECTOR, of_eight
 
-_ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows in a block of a copy along columns
-_MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
 _J, _M = map(Variable, "jm")
 
 
@@ -171,19 +166,9 @@ def kernels(
         return e2m1_copies.by_matrix(source, name, row, op, copies[0].memory, number)
     if op.encoding.name in e2m1_copies.SCALES:
         return (e2m1_copies.kernel(source, name, row, op, copies[0].memory, number, left),)
-    if op.encoding.name in block_copies.ENCODINGS:
-        each = [(copy.op.encoding, _places(source, copy), _kind(copy)) for copy in copies]
-        shape, cut = x.type.shape, _cut(source.fusion, x)
-        return (block_copies.kernel(source, name, row, each, number, shape, ends, left, cut),)
-    *lead, n, width = x.type.shape
-    rows, width = elements((*lead, n)), known(width)
-    groups = 0 if ends is None else known(ends.type.shape[0])
-    tiles = f"PlainRows{{{size(rows)}}}" if ends is None else _grouped(source, ends, rows, left)
-    by_axis = {copy.in_columns: copy for copy in copies}
-    made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
-    which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
-    make = f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});"
-    return (_of_tiles(source, name, [*row, make], rows, groups, width),)
+    each = [(copy.op.encoding, _places(source, copy), _kind(copy)) for copy in copies]
+    shape, cut = x.type.shape, _cut(source.fusion, x)
+    return (block_copies.kernel(source, name, row, each, number, shape, ends, left, cut),)
 
 
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
@@ -214,11 +199,6 @@ def _cut(fusion: Fusion, x: Value) -> int:
     return widths[0] if len(widths) == 2 and sum(widths) == known(x.type.shape[-1]) else 0
 
 
-def _stored(source: Source, copy: Copy | None) -> str:
-    """The function that stores a copy."""
-    return "Copy{}" if copy is None else f"Copy{{{_places(source, copy)}}}"
-
-
 def _kind(copy: Copy) -> str:
     """What block_copies.cuh calls it."""
     if copy.both_ways:
@@ -232,42 +212,3 @@ def _places(source: Source, copy: Copy) -> str:
     if copy.turned:
         stored = [copy.turned, copy.scales]
     return ", ".join("nullptr" if v is None else source.names[v] for v in stored)
-
-
-def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
-    """The kernel that decodes a saved copy. left: values that are not in memory yet."""
-    (packed, ends), (numbers,) = op.values, op.outputs
-    width = known(numbers.type.shape[-1])
-    rows = plain(numbers.type.shape[0])
-    groups = known(ends.type.shape[0])
-    stored_parts = source.fusion.producers[packed].values
-    if packed.type.encoding is FP8_COLUMNS:
-        return block_copies.reading(source, name, stored_parts, ends, numbers, left)
-    parts = ", ".join(source.array(v, left) for v in stored_parts)
-    tiles = _grouped(source, ends, rows, left)
-    read = f"read_copy<{width}>({tiles}, {parts}, {source.names[numbers]});"
-    return _of_tiles(source, name, [read], rows, groups, width)
-
-
-def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) -> str:
-    """Tiles of rows of groups."""
-    return (
-        f"GroupedRows<{known(ends.type.shape[0])}>{{{source.array(ends, left)}, "
-        f"{size(rows)}, error}}"
-    )
-
-
-def _of_tiles(
-    source: Source, name: str, body: Sequence[str], rows: AnySize, groups: int, width: int
-) -> KernelSource:
-    """A kernel whose warps compute parts of tiles; groups: 0 for rows without groups."""
-    tiles = ceildiv(plain(rows), _ROWS) + (groups + 1 if groups else 0)
-    blocks = ceildiv(tiles * -(-width // _COLUMNS) * 32, THREADS)
-    return source.kernel(
-        name,
-        [*source.WAIT, *body],
-        blocks,
-        headers=("mxfp8.cuh",),
-        max_resident=MAX_RESIDENT,
-        min_blocks=_MIN_BLOCKS,
-    )

@@ -28,8 +28,8 @@ from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "grouped_swizzle")
 _TURNING = {
-    "transpose_blocks": block_copies.turning,
-    "transpose_row_blocks": block_copies.turning_runs,
+    "transpose_blocks": block_copies.transpose_blocks,
+    "transpose_row_blocks": block_copies.transpose_row_blocks,
 }
 _WARPS = THREADS // 32
 _AT_ONCE = 256  # terms of a sum that a thread adds one after another
@@ -103,7 +103,7 @@ class Loops(Source):
         if op.kind.name in _TURNING and op.outputs[0] in left:
             return [_TURNING[op.kind.name](self, name, op, left)], op.outputs
         if op in self.saved:
-            return [copies.reading(self, name, op, left)], op.outputs
+            return [block_copies.reading(self, name, op, left)], op.outputs
         return (), ()
 
     def _combine(self, op: Op, left: Sequence[Value]) -> KernelSource:

@@ -67,7 +67,9 @@ void on_threads(Body body) {
 }
 
 template <class Body>
-void for_all_warps(i64, Body) {}
+void for_all_warps(i64 count, Body body) {
+    for (i64 i = threadIdx.x / 32; i < count; i += 8) body(i);
+}
 inline void report(i64*, int, i64, i64) {}
 
 inline float __fdiv_rn(float a, float b) { return a / b; }

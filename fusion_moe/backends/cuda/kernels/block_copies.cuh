@@ -14,17 +14,6 @@
 
 namespace {
 
-// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as a
-// number; over: what they are multiplied by to become codes.
-struct E8m0Scale {
-    using Stored = u8;
-    u8 stored;
-    float scale, over;
-
-    __device__ __forceinline__ explicit E8m0Scale(u32 most)
-        : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
-};
-
 // The largest power of two that takes the magnitude to 448 at most, and is at most 2^127; 1 for
 // zeros, NaN for what is not finite. By whole numbers: there are as many scales as numbers / 8.
 struct PowerOfTwoScale {
@@ -48,42 +37,6 @@ struct Float32Scale {
         const float whole = fminf(__fdiv_rn(448.f, __uint_as_float(most)), 0x1.FEp127f);
         over = most == 0 ? 1.f : most >= 0x7F800000 ? __uint_as_float(0x7FC00000) : whole;
         stored = scale = __fdiv_rn(1.f, over);
-    }
-};
-
-// Codes of eight numbers. over: a function of a column, as in Scale.
-template <class T, class Over>
-__device__ __forceinline__ void make_codes(u32 (&made)[2], const Bits<T>& x, Over over) {
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-        const int v = 4 * w;
-        made[w] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1)) |
-                  u32(e4m3_pair(x.number(v + 2) * over(v + 2), x.number(v + 3) * over(v + 3)))
-                      << 16;
-    }
-}
-
-// Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
-// for.
-template <class Scale_>
-struct BlockCopy {
-    using Scale = Scale_;
-    static constexpr bool MADE = true;
-    u8* codes;
-    typename Scale::Stored* scales;
-    bf16* numbers;
-
-    // Eight of a row, from place `at` on, if `good`. scale: a function of a column, as in Scale.
-    template <class Of>
-    __device__ __forceinline__ void store(i64 at, const u32 (&made)[2], Of scale, bool good) const {
-        store_if<2>(codes + at, made, good && codes);
-        if (numbers) {
-            u32 wide[4];
-#pragma unroll
-            for (int v = 0; v < 8; v += 2)
-                wide[v / 2] = numbers_of(u16(made[v / 4] >> v % 4 * 8), scale(v), scale(v + 1));
-            store_if<4>(numbers + at, wide, good);
-        }
     }
 };
 
@@ -112,10 +65,6 @@ struct BothWays : BlockCopy<Scale_> {
     typename Scale_::Stored* turned_scales;
 };
 
-struct NoCopy {
-    static constexpr bool MADE = false;
-};
-
 template <class Copy>
 constexpr bool TURNED = false;
 template <class Scale>
@@ -138,13 +87,16 @@ struct MatrixTiles {
 };
 
 // A lane's place in a tile.
-template <i32 K>
+template <i32 K_>
 struct Square {
-    static constexpr i32 ACROSS = (K + 127) / 128;  // tiles
-    static constexpr i32 STEPS = 8;                 // rows of a lane
+    static constexpr i32 K = K_, ACROSS = (K + 127) / 128;  // tiles
+    static constexpr i32 STEPS = 8;                         // rows of a lane
 
     __device__ __forceinline__ static i32 column(i32 across) {
         return 128 * across + threadIdx.x % 16 * 8;
+    }
+    __device__ __forceinline__ static bool there(i32 across) {
+        return K % 128 == 0 || column(across) < K;
     }
     __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
 
@@ -403,7 +355,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
         for (i32 step = first * PARTS; step < end * PARTS; ++step) {
             const i32 across = step / PARTS + step % PARTS * (CUT / 128);
             const i32 j0 = S::column(across);
-            const bool there = K % 128 == 0 || j0 < K;
+            const bool there = S::there(across);
             i32 before = S::row(0);
             asm volatile(""
                          : "+r"(last),
@@ -557,7 +509,7 @@ __device__ __forceinline__ void make_block_copies(const Tiles& tiles, Row row,
 
 // Bytes of 128 rows, by columns. words: of the rows, four more after each 16, so that 8 of these
 // are in banks of their own.
-struct TileToTurn {
+struct TileToTranspose {
     u32 words[128 * 32 + 8 * 4];
 
     __device__ __forceinline__ u32* word(i32 n, i32 w) { return words + n * 32 + n / 16 * 4 + w; }
@@ -565,7 +517,7 @@ struct TileToTurn {
     // from(row): the tile's part of a row, null for zeros; to(column): where its bytes go;
     // columns, rows: how many of both there are, multiples of 16.
     template <class From, class To>
-    __device__ __forceinline__ void turn(From from, To to, i32 columns, i32 rows = 128) {
+    __device__ __forceinline__ void transpose(From from, To to, i32 columns, i32 rows = 128) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
             const i32 n = threadIdx.x / 8 + 32 * v, w = threadIdx.x % 8 * 4;
@@ -598,10 +550,10 @@ struct TileToTurn {
 // Codes [G, N, K], both multiples of 16, and scales [G, N, K / 128] of blocks of 128 x 128 -> those
 // of the transposed matrices.
 template <i32 N, i32 K, class Scale>
-__device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const Scale* scales,
-                                            u8* turned, Scale* turned_scales) {
+__device__ __forceinline__ void transpose_blocks(i64 groups, const u8* codes, const Scale* scales,
+                                                 u8* turned, Scale* turned_scales) {
     constexpr i32 DOWN = (N + 127) / 128, ACROSS = (K + 127) / 128;
-    __shared__ __align__(16) TileToTurn tile;
+    __shared__ __align__(16) TileToTranspose tile;
     for (i64 i = blockIdx.x; i < groups * DOWN * ACROSS; i += gridDim.x) {
         const i64 g = i / (DOWN * ACROSS);
         const i32 n0 = i32(i / ACROSS % DOWN) * 128, k0 = i32(i % ACROSS) * 128;
@@ -611,57 +563,24 @@ __device__ __forceinline__ void turn_blocks(i64 groups, const u8* codes, const S
                 scales[(g * N + n0) * ACROSS + k0 / 128];
         const u8* from = codes + (g * N + n0) * K + k0;
         u8* to = turned + (g * K + k0) * N + n0;
-        tile.turn([=](i32 n) { return from + i64(n) * K; }, [=](i32 k) { return to + i64(k) * N; },
-                  columns, left_in_tile<N>(n0));
+        tile.transpose([=](i32 n) { return from + i64(n) * K; },
+                       [=](i32 k) { return to + i64(k) * N; }, columns, left_in_tile<N>(n0));
     }
 }
 
 // Codes [rows, K] in blocks along rows of groups, K a multiple of 32 -> [blocks, K, 128].
 template <i32 K, i32 GROUPS>
-__device__ __forceinline__ void turn_runs(const GroupedRows<GROUPS, 128>& tiles, const u8* codes,
-                                          u8* turned) {
-    __shared__ __align__(16) TileToTurn shared;
+__device__ __forceinline__ void transpose_row_blocks(const GroupedRows<GROUPS, 128>& tiles,
+                                                     const u8* codes, u8* turned) {
+    __shared__ __align__(16) TileToTranspose shared;
     Square<K>::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
         if (tile.rows == 0 || number >= tiles.blocks()) return;
         const u8* from = codes + tile.first * K + 128 * across;
         u8* to = turned + (number * K + 128 * across) * 128;
         const i32 rows = tile.rows;
-        shared.turn([=](i32 n) { return n < rows ? from + i64(n) * K : nullptr; },
-                    [=](i32 k) { return to + place_in_tile(k) * 128; },
-                    left_in_tile<K>(128 * across));
-    });
-}
-
-// The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of
-// two; zeros in rows of none.
-template <i32 K, i32 GROUPS>
-__device__ __forceinline__ void read_block_copy(const GroupedRows<GROUPS, 128>& tiles,
-                                                const u8* codes, const float* scales,
-                                                bf16* numbers) {
-    using S = Square<K>;
-    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
-        const i32 j0 = S::column(across);
-        if (tile.rows == 0 || j0 >= K) return;
-        Eight<float> scale = {};
-        Vector<u16, 4> x[S::STEPS] = {};
-        if (tile.in_group) {
-            scale = load_eight(scales + number * K + j0);
-#pragma unroll
-            for (int s = 0; s < S::STEPS; ++s) {
-                const i64 m = tile.first + min(S::row(s), tile.rows - 1);
-                x[s] = load_vector<4>(reinterpret_cast<const u16*>(codes + m * K + j0));
-            }
-        }
-#pragma unroll
-        for (int s = 0; s < S::STEPS; ++s) {
-            Vector<u32, 4> wide;
-#pragma unroll
-            for (int v = 0; v < 8; v += 2)
-                wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale.at[v], scale.at[v + 1]);
-            const i64 m = tile.first + S::row(s);
-            if (S::row(s) < tile.rows)
-                store_vector<4>(reinterpret_cast<u32*>(numbers + m * K + j0), wide);
-        }
+        shared.transpose([=](i32 n) { return n < rows ? from + i64(n) * K : nullptr; },
+                         [=](i32 k) { return to + place_in_tile(k) * 128; },
+                         left_in_tile<K>(128 * across));
     });
 }
 

@@ -1,5 +1,5 @@
 // Copies of numbers in MXFP8: e4m3 codes, and a power of two for 32 of them in a row, or of a
-// column; both from one read.
+// column; both from one read. And what copies with other blocks share with these.
 //
 // A warp looks for a tile of 32 rows once and has up to four strips of it, of 64 columns; a lane
 // has eight columns of every fourth row, and loads all before it needs the first. Rows of groups
@@ -103,49 +103,55 @@ struct Bits<bf16> {
     }
 };
 
-// Scales of eight columns.
-struct Scales {
-    u32 byte[8];
-    float scale[8], over[8];
+// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as a
+// number; over: what they are multiplied by to become codes.
+struct E8m0Scale {
+    using Stored = u8;
+    u8 stored;
+    float scale, over;
 
-    // most: the magnitude in each.
-    template <class T>
-    __device__ __forceinline__ explicit Scales(const Bits<T>& most) {
+    __device__ __forceinline__ explicit E8m0Scale(u32 most)
+        : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
+};
+
+// Codes of eight numbers. over: a function of a column, as in Scale.
+template <class T, class Over>
+__device__ __forceinline__ void make_codes(u32 (&made)[2], const Bits<T>& x, Over over) {
 #pragma unroll
-        for (int v = 0; v < 8; ++v) set(v, e8m0_of(__float_as_uint(most.number(v))));
+    for (int w = 0; w < 2; ++w) {
+        const int v = 4 * w;
+        made[w] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1)) |
+                  u32(e4m3_pair(x.number(v + 2) * over(v + 2), x.number(v + 3) * over(v + 3)))
+                      << 16;
     }
+}
 
-    // One for all.
-    __device__ __forceinline__ explicit Scales(u32 byte_of_all) {
+// Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
+// for.
+template <class Scale_>
+struct BlockCopy {
+    using Scale = Scale_;
+    static constexpr bool MADE = true;
+    u8* codes;
+    typename Scale::Stored* scales;
+    bf16* numbers;
+
+    // Eight of a row, from place `at` on, if `good`. scale: a function of a column, as in Scale.
+    template <class Of>
+    __device__ __forceinline__ void store(i64 at, const u32 (&made)[2], Of scale, bool good) const {
+        store_if<2>(codes + at, made, good && codes);
+        if (numbers) {
+            u32 wide[4];
 #pragma unroll
-        for (int v = 0; v < 8; ++v) set(v, byte_of_all);
-    }
-
-  private:
-    __device__ __forceinline__ void set(int v, u32 e8m0) {
-        byte[v] = e8m0, scale[v] = e8m0_(e8m0), over[v] = over_e8m0(e8m0);
+            for (int v = 0; v < 8; v += 2)
+                wide[v / 2] = numbers_of(u16(made[v / 4] >> v % 4 * 8), scale(v), scale(v + 1));
+            store_if<4>(numbers + at, wide, good);
+        }
     }
 };
 
-// Where a copy is stored; null where it is not needed. numbers: those that codes and scales stand
-// for.
-struct Copy {
-    u8 *codes = nullptr, *scales = nullptr;
-    bf16* numbers = nullptr;
-
-    // Eight of a row, from place `at` on.
-    template <class T>
-    __device__ __forceinline__ void store(i64 at, const Bits<T>& x, const Scales& by) const {
-        Vector<u16, 4> made;
-        Vector<u32, 4> wide;
-#pragma unroll
-        for (int v = 0; v < 8; v += 2) {
-            made.at[v / 2] = e4m3_pair(x.number(v) * by.over[v], x.number(v + 1) * by.over[v + 1]);
-            wide.at[v / 2] = numbers_of(made.at[v / 2], by.scale[v], by.scale[v + 1]);
-        }
-        if (codes) store_vector<4>(reinterpret_cast<u16*>(codes + at), made);
-        if (numbers) store_vector<4>(reinterpret_cast<u32*>(numbers + at), wide);
-    }
+struct NoCopy {
+    static constexpr bool MADE = false;
 };
 
 // Rows from the first on, as many as a tile has at most. in_group: whether some group has them.
@@ -166,8 +172,6 @@ struct PlainTiles {
         return {TILE * tile, i32(min(rows - TILE * tile, i64(TILE))), true};
     }
 };
-
-using PlainRows = PlainTiles<32>;
 
 // Rows of groups, each of which begins with a tile of its own, as groups.block_slots has it; then
 // those of no group. Tiles may be empty.
@@ -203,17 +207,26 @@ struct GroupedRows {
     }
 };
 
-// Calls body(tile, its number, strip) on warps: the first of the strips that a warp has of a tile,
-// of which every WARPS-th is its own.
-template <i32 K>
+// A warp's strips of a tile: every WARPS-th.
+template <i32 K_>
 struct Strips {
-    static constexpr i32 COUNT = (K + 63) / 64, WARPS = (COUNT + 3) / 4;  // of a tile
+    static constexpr i32 K = K_, COUNT = (K + 63) / 64, WARPS = (COUNT + 3) / 4;  // of a tile
 
+    // Calls body(tile, its number, the first strip) on warps.
     template <class Tiles, class Body>
-    __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
+    __device__ __forceinline__ static void for_all_tiles(const Tiles& tiles, Body body) {
         for_all_warps(tiles.tiles() * WARPS, [&](i64 i) {
             const i64 number = i / WARPS;
             body(tiles.at(number), number, i32(i % WARPS));
+        });
+    }
+
+    // The same for each strip.
+    template <class Tiles, class Body>
+    __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
+        for_all_tiles(tiles, [&](const RowTile& tile, i64 number, i32 first) {
+#pragma unroll 1
+            for (i32 strip = first; strip < COUNT; strip += WARPS) body(tile, number, strip);
         });
     }
 
@@ -230,15 +243,15 @@ struct Strips {
     }
 };
 
-// The byte of the scale of 32 numbers of a row, eight in each of four lanes.
+// The largest magnitude of 32 numbers of a row, eight in each of four lanes.
 template <class T>
-__device__ __forceinline__ u32 e8m0_of_row(const Bits<T>& x) {
+__device__ __forceinline__ u32 largest_of_row(const Bits<T>& x) {
     u32 most = 0;
 #pragma unroll
     for (int w = 0; w < x.WORDS; ++w) most = x.larger(most, x.magnitude(x.at[w]));
     most = x.larger(most, __shfl_xor_sync(WHOLE_WARP, most, 1));
     most = x.larger(most, __shfl_xor_sync(WHOLE_WARP, most, 2));
-    return e8m0_of(x.largest(most));
+    return x.largest(most);
 }
 
 // The largest magnitudes of columns, eight in each of eight lanes, whose rows are in four of them.
@@ -256,17 +269,17 @@ __device__ __forceinline__ Bits<T> largest_of_columns(const Bits<T> (&x)[8]) {
     return most;
 }
 
-// Copies of [rows, K] numbers of type T. row(m)(j0, x): columns j0 .. j0 + 7 of row m. IN_ROWS,
-// IN_COLUMNS: which of the two are made.
-template <class T, i32 K, bool IN_ROWS, bool IN_COLUMNS, class Tiles, class Row>
-__device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const Copy& in_rows,
-                                            const Copy& in_columns) {
+// Copies of [rows, K] numbers of type T. row(m)(j0, x): columns j0 .. j0 + 7 of row m.
+template <class T, i32 K, class Tiles, class Row, class InRows, class InColumns>
+__device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const InRows& in_rows,
+                                            const InColumns& in_columns) {
     using S = Strips<K>;
-    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 first) {
+    S::for_all_tiles(tiles, [&](const RowTile& tile, i64 number, i32 first) {
         const auto store_scales = [&](i32 strip, const Vector<u8, 8>& bytes) {
-            if (in_columns.scales && threadIdx.x % 32 < 8 && S::there(strip) &&
-                number < tiles.blocks())
-                store_vector<8>(in_columns.scales + number * K + S::column(strip), bytes);
+            if constexpr (InColumns::MADE)
+                if (in_columns.scales && threadIdx.x % 32 < 8 && S::there(strip) &&
+                    number < tiles.blocks())
+                    store_vector<8>(in_columns.scales + number * K + S::column(strip), bytes);
         };
         if (tile.rows == 0) {
             for (i32 strip = first; strip < S::COUNT; strip += S::WARPS) store_scales(strip, {});
@@ -286,75 +299,89 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const C
                     x[s] = Bits<T>(wide);
                 }
             }
-            if constexpr (IN_ROWS) {
-                u32 byte[8];
+            // The s-th row. over, scale: functions of a column, as in Scale.
+            const auto store = [&](const auto& copy, int s, auto over, auto scale) {
+                u32 made[2];
+                make_codes(made, x[s], over);
+                copy.store((tile.first + S::row(s)) * K + j0, made, scale,
+                           S::row(s) < tile.rows && S::there(strip));
+            };
+            if constexpr (InRows::MADE) {
+                u32 most[8];
 #pragma unroll
-                for (int s = 0; s < 8; ++s) byte[s] = e8m0_of_row(x[s]);
+                for (int s = 0; s < 8; ++s) most[s] = largest_of_row(x[s]);
 #pragma unroll
                 for (int s = 0; s < 8; ++s) {
-                    const i64 m = tile.first + S::row(s);
-                    const Scales by(byte[s]);
-                    if (S::row(s) < tile.rows && S::there(strip)) {
-                        if (in_rows.scales && threadIdx.x % 4 == 0)
-                            in_rows.scales[m * (K / 32) + j0 / 32] = byte[s];
-                        in_rows.store(m * K + j0, x[s], by);
-                    }
+                    const E8m0Scale by(most[s]);
+                    if (in_rows.scales && threadIdx.x % 4 == 0 && S::row(s) < tile.rows &&
+                        S::there(strip))
+                        in_rows.scales[(tile.first + S::row(s)) * (K / 32) + j0 / 32] = by.stored;
+                    store(in_rows, s, [&](int) { return by.over; }, [&](int) { return by.scale; });
                 }
             }
-            if constexpr (IN_COLUMNS) {
+            if constexpr (InColumns::MADE) {
                 if (!tile.in_group) {
 #pragma unroll
                     for (int s = 0; s < 8; ++s) x[s] = {};
                 }
-                const Scales by(largest_of_columns(x));
+                const Bits<T> most = largest_of_columns(x);
                 Vector<u8, 8> bytes;
+                float over[8], scale[8];
 #pragma unroll
-                for (int v = 0; v < 8; ++v) bytes.at[v] = by.byte[v];
+                for (int v = 0; v < 8; ++v) {
+                    const E8m0Scale by(__float_as_uint(most.number(v)));
+                    bytes.at[v] = by.stored, over[v] = by.over, scale[v] = by.scale;
+                }
                 store_scales(strip, bytes);
 #pragma unroll
-                for (int s = 0; s < 8; ++s) {
-                    const i64 m = tile.first + S::row(s);
-                    if (S::row(s) < tile.rows && S::there(strip))
-                        in_columns.store(m * K + j0, x[s], by);
-                }
+                for (int s = 0; s < 8; ++s)
+                    store(
+                        in_columns, s, [&](int v) { return over[v]; },
+                        [&](int v) { return scale[v]; });
             }
         }
     });
 }
 
-// The bf16 numbers of a copy [rows, K] in blocks along rows of groups; zeros in rows of none.
-template <i32 K, i32 GROUPS>
-__device__ __forceinline__ void read_copy(const GroupedRows<GROUPS>& tiles, const u8* codes,
-                                          const u8* scales, bf16* numbers) {
-    using S = Strips<K>;
-    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 first) {
-        if (tile.rows == 0) return;
-#pragma unroll 1
-        for (i32 strip = first; strip < S::COUNT; strip += S::WARPS) {
-            if (!S::there(strip)) continue;
-            const i32 j0 = S::column(strip);
-            Vector<u16, 4> x[8] = {};
-            Vector<u8, 8> bytes = {};
-            if (tile.in_group) {
-                bytes = load_vector<8>(scales + number * K + j0);
+// The scales of eight columns.
+__device__ __forceinline__ Eight<float> load_scales(const float* scales) {
+    return load_eight(scales);
+}
+__device__ __forceinline__ Eight<float> load_scales(const u8* scales) {
+    const Vector<u8, 8> bytes = load_vector<8>(scales);
+    Eight<float> found;
 #pragma unroll
-                for (int s = 0; s < 8; ++s)
-                    x[s] = load_vector<4>(
-                        reinterpret_cast<const u16*>(codes + S::row_inside(tile, s) * K + j0));
-            }
-            float scale[8];
-#pragma unroll
-            for (int v = 0; v < 8; ++v) scale[v] = e8m0_(bytes.at[v]);
+    for (int v = 0; v < 8; ++v) found.at[v] = e8m0_(bytes.at[v]);
+    return found;
+}
+
+// The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of
+// two; zeros in rows of none. S: how lanes share a tile, Strips or Square.
+template <class S, class Tiles, class Scale>
+__device__ __forceinline__ void read_copy(const Tiles& tiles, const u8* codes, const Scale* scales,
+                                          bf16* numbers) {
+    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+        if (tile.rows == 0 || !S::there(across)) return;
+        const i32 j0 = S::column(across);
+        Eight<float> scale = {};
+        Vector<u16, 4> x[8] = {};
+        if (tile.in_group) {
+            scale = load_scales(scales + number * S::K + j0);
 #pragma unroll
             for (int s = 0; s < 8; ++s) {
-                const i64 m = tile.first + S::row(s);
-                Vector<u32, 4> wide;
-#pragma unroll
-                for (int v = 0; v < 8; v += 2)
-                    wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale[v], scale[v + 1]);
-                if (S::row(s) < tile.rows)
-                    store_vector<4>(reinterpret_cast<u32*>(numbers + m * K + j0), wide);
+                const i64 m = tile.first + min(S::row(s), tile.rows - 1);
+                x[s] = load_vector<4>(reinterpret_cast<const u16*>(codes + m * S::K + j0));
             }
+        }
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+            Vector<u32, 4> wide;
+#pragma unroll
+            for (int v = 0; v < 8; v += 2)
+                wide.at[v / 2] = numbers_of(x[s].at[v / 2], scale.at[v], scale.at[v + 1]);
+            if (S::row(s) < tile.rows)
+                store_vector<4>(
+                    reinterpret_cast<u32*>(numbers + (tile.first + S::row(s)) * S::K + j0), wide);
         }
     });
 }
