@@ -7,10 +7,10 @@ from .canonicalize import canonicalize
 from .contract_rounding import contract_rounding, dropped_roundings
 from .gather_for_each import gather_for_each
 from .lower_operands import lower_operands
-from .send_codes import send_codes
 from .simplify import simplify
+from .sink_quantize import sink_quantize
 
-PASSES = (canonicalize, assign_layouts, send_codes, lower_operands, simplify, gather_for_each)
+PASSES = (canonicalize, assign_layouts, sink_quantize, lower_operands, simplify, gather_for_each)
 
 __all__ = [
     "PASSES",
@@ -20,6 +20,6 @@ __all__ = [
     "dropped_roundings",
     "gather_for_each",
     "lower_operands",
-    "send_codes",
     "simplify",
+    "sink_quantize",
 ]

@@ -19,7 +19,7 @@ STAGES = (
     "translated",
     "canonicalize",
     "assign_layouts",
-    "send_codes",
+    "sink_quantize",
     "lower_operands",
     "simplify",
     "gather_for_each",

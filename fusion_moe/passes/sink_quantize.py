@@ -17,7 +17,7 @@ from ..target import ROWS, Target
 from .rewrite import rewrite
 
 
-def send_codes(fusion: Fusion, target: Target) -> Fusion:
+def sink_quantize(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `quantize` before each `dispatch` whose rows are only picked to be
     quantized, to an encoding that the target's products read.
     """

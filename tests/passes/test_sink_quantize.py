@@ -11,7 +11,7 @@ from fusion_moe.compile import lower
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.ir.collectives import Together
 from fusion_moe.options import Options
-from fusion_moe.passes import send_codes
+from fusion_moe.passes import sink_quantize
 
 E, H, I, T, K, RANKS = 4, 512, 64, 5, 2, 2
 PEERS = torch.zeros(RANKS + 4, dtype=torch.int64)
@@ -44,11 +44,11 @@ def sent(fusion):
 def test_each_row_is_quantized_by_its_own_rank():
     """To the same bits."""
     some, fusion = layer()
-    made = send_codes(fusion, TARGETS["cuda"]).verify()
+    made = sink_quantize(fusion, TARGETS["cuda"]).verify()
     kinds = [op.kind.name for op in made.ops]
     assert kinds.index("quantize") < kinds.index("dispatch")
     assert sent(made) == ["f8e4m3", "i64", "f32", "i64", "f32"]
-    assert str(send_codes(made, TARGETS["cuda"])) == str(made)
+    assert str(sink_quantize(made, TARGETS["cuda"])) == str(made)
     parts = [part for weight in some for part in weight]
 
     def of_rank(rank, f):
@@ -75,12 +75,12 @@ def test_each_row_is_quantized_by_its_own_rank():
 )
 def test_rows_that_travel_as_they_are(h, more):
     fusion = layer(h, **more)[1]
-    assert send_codes(fusion, TARGETS["cuda"]) is fusion
+    assert sink_quantize(fusion, TARGETS["cuda"]) is fusion
 
 
 def test_where_no_product_reads_codes():
     fusion = layer()[1]
-    assert send_codes(fusion, TARGETS["cpu"]) is fusion
+    assert sink_quantize(fusion, TARGETS["cpu"]) is fusion
 
 
 def test_where_codes_have_no_kernel():
