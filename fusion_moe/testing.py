@@ -19,7 +19,7 @@ from .errors import TranslatorError
 from .frontends.inductor.compile_graph import compile_calls
 from .frontends.inductor.dynamo import apart
 from .frontends.inductor.fusion_pass import FusionPass
-from .frontends.meaning import compared, drawn, found, same
+from .frontends.reference_semantics import compared, drawn, found, same
 from .frontends.regions import Found
 from .plugins import message
 

@@ -24,7 +24,7 @@ from fusion_moe.encodings import (
     dequantize,
     quantize,
 )
-from fusion_moe.frontends.meaning import drawn
+from fusion_moe.frontends.reference_semantics import drawn
 from fusion_moe.ir.activation import read
 from fusion_moe.nn import swiglu
 from fusion_moe.report.repro import random_inputs

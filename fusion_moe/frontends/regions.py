@@ -40,8 +40,8 @@ from ..messages.warn import warn_once
 from ..options import Options
 from ..schedule.segment import by_structure
 from ..target import Target
-from .meaning import other_meaning
 from .paths import Paths
+from .reference_semantics import semantics_error
 from .trim import trim
 
 
@@ -185,7 +185,7 @@ class _Search:
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
-            if not walk.refused and not self._other_meanings(walk):
+            if not walk.refused and not self._differ(walk):
                 try:
                     walk, trimmed = self._trimmed(walk)
                     if of_users(walk) or is_torchs(seed):
@@ -207,13 +207,13 @@ class _Search:
                         self.refused[seed] = error
         return None
 
-    def _other_meanings(self, walk: Walk) -> bool:
+    def _differ(self, walk: Walk) -> bool:
         """Under the option `check`: refuses users' calls whose translators compute something else;
         returns whether there are any.
         """
         new = [n for n in of_users(walk) if n not in self.compared] if self.with_.check else []
         self.compared.update(new)
-        wrong = {n: error for n in new if (error := other_meaning(n)) is not None}
+        wrong = {n: error for n in new if (error := semantics_error(n)) is not None}
         self.refused.update(wrong)
         return bool(wrong)
 

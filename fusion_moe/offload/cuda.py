@@ -1,9 +1,10 @@
-"""A GPU as the device of offloaded experts.
+"""Cuda, the device (device.py) that is a GPU.
 
 A step is five launches on the current stream, or more: `begin_step`, the program of the rows that
 are there (steps.py), `end_step`. None waits for the host where nothing is missing, and a CUDA graph
-can capture it after a call of the same form. The worker (worker.py) computes what the split leaves
-to the CPU; a GPU that it does not answer goes on without, and the next call raises WorkerError.
+can capture it after a call with the same specialization key. The worker (worker.py) computes what
+the split leaves to the CPU; a GPU that it does not answer goes on without, and the next call raises
+WorkerError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a layer with experts in two memories asks of a device, and the experts' home."""
+"""Device, the interface: what the module of offloaded experts (experts.py) asks of a GPU (cuda.py)
+or of its stand-in (pretended.py). And Home, the experts in the host's memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Experts in the host's memory, some of them on a device too."""
+"""OffloadedExperts, the module: a layer whose experts are in the host's memory, some of them on a
+device too. It decides which (cache.py) and calls a device: device.py says what it asks of one,
+cuda.py and pretended.py are the two that there are.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def same(
             ) from None
 
 
-def other_meaning(n: Node) -> TranslatorError | None:
+def semantics_error(n: Node) -> TranslatorError | None:
     """How a call's operation, run on random tensors of its shapes, differs from its translator;
     None if they agree or it cannot run.
     """
