@@ -80,7 +80,7 @@ def quantize(
             expected="experts in bfloat16, float16, float32 or FP8",
             todo="convert writes them in another form"
             if source.weights
-            else f"names that are known: {known}, and those of classes of transformers",
+            else f"names that are known: {known}, and those of an installed class",
             where=str(src),
         )
 
