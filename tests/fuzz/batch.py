@@ -42,7 +42,7 @@ class Batch(Library):
     @cached_property
     def _loaded(self) -> ctypes.CDLL:
         return build.load(
-            self.text, name="fuzzed", isa_level=self.tier, include=[KERNELS], flags=self.flags
+            self.text, name="fuzzed", isa_level=self.isa_level, include=[KERNELS], flags=self.flags
         )
 
 
