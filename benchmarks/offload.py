@@ -147,28 +147,28 @@ class Layers:
     def __init__(self, on: Gpu | Pretend, name: str, sizes: Sizes, most: Any):
         self.on, self.name, self.sizes = on, name, sizes
         self.modules = [module(sizes) for _ in range(most.layers)]
-        self.homes = [SharedHome(m) for m in self.modules]
-        self.rates = on.rates(self.homes[0])
-        self.whole = [self._device(home, sizes.experts, self.rates) for home in self.homes]
+        self.stored = [SharedHome(m) for m in self.modules]
+        self.rates = on.rates(self.stored[0])
+        self.whole = [self._device(storage, sizes.experts, self.rates) for storage in self.stored]
         self.kt: Kt | None = None
         if most.tokens:
             try:
-                self.kt = Kt(self.homes, max(most.tokens), sizes.of_token)
+                self.kt = Kt(self.stored, max(most.tokens), sizes.of_token)
             except ImportError as error:
                 print(f"{Kt.name}: {error}; cpu_peers.py says how to install it")
-        print(f"{name}: {self.homes[0].nbytes / 1e6:.1f} MB an expert; {self.rates}", flush=True)
+        print(f"{name}: {self.stored[0].nbytes / 1e6:.1f} MB an expert; {self.rates}", flush=True)
 
-    def _device(self, home: SharedHome, slots: int, costs: Constants, spare: int = 0) -> Device:
+    def _device(self, storage: SharedHome, slots: int, costs: Constants, spare: int = 0) -> Device:
         # all have kernels for as many matrices
         spare = spare or self.sizes.experts + SPARE - slots
-        return filled(self.on.make(home, slots, spare, costs), slots)
+        return filled(self.on.make(storage, slots, spare, costs), slots)
 
     def cells(self, resident: int, wanted: list[tuple[str, int]], most: Any) -> Iterator[Row]:
         """A row for each routing and number of tokens."""
         slots = self.sizes.experts * resident // 100
         devices = [
-            {n: self._device(home, slots, costs) for n, costs in ways_of(self.rates).items()}
-            for home in self.homes
+            {n: self._device(storage, slots, costs) for n, costs in ways_of(self.rates).items()}
+            for storage in self.stored
         ]
         for of_layer, whole in zip(devices, self.whole, strict=True):
             of_layer["whole"] = whole
@@ -246,9 +246,9 @@ class Layers:
 
     def prompts(self, resident: int, wanted: list[tuple[str, int]]) -> Iterator[Prompt]:
         """A row for each routing and number of tokens, by the first layer."""
-        home, slots = self.homes[0], self.sizes.experts * resident // 100
-        device = self._device(home, slots, self.rates, spare=SPARE)
-        direct, link = Direct(self.whole[0], slots), link_of(self.on, home)
+        storage, slots = self.stored[0], self.sizes.experts * resident // 100
+        device = self._device(storage, slots, self.rates, spare=SPARE)
+        direct, link = Direct(self.whole[0], slots), link_of(self.on, storage)
         for routing, tokens in wanted:
             ids = drawn(routing, self.sizes, tokens, 1)[0].to(self.on.device)
             x = torch.randn(tokens, self.sizes.hidden, device=self.on.device).bfloat16()
@@ -264,7 +264,7 @@ class Layers:
             ours, peer, there = (median(found[1:]) / 1e3 for found in times)
             cell = self.name, routing, resident, tokens
             yield Prompt(*cell, ours, copied / ours / 1e6, peer, there, link)
-        home.drop(self.sizes.experts + SPARE)
+        storage.drop(self.sizes.experts + SPARE)
 
 
 def shuffled(steps: int, ways: Sequence[Any]) -> Iterator[tuple[int, tuple[int, str]]]:

@@ -60,22 +60,22 @@ class Beside:
 
 def beside(model: str, device: Device, of_token: int) -> Beside:
     """Of a layer all of whose experts are on the device, and SPARE free slots after them."""
-    home, threads = device.home, Worker.of_process().threads
-    requester = Requester(home, torch.bfloat16)
-    read = bandwidth.of(threads).reader(*home.tensors.values())
-    x, w = torch.ones(of_token, home.features).bfloat16(), torch.ones(of_token, 1)
-    ids = cycle(torch.arange(home.experts // of_token * of_token).view(-1, of_token, 1))
+    storage, threads = device.storage, Worker.of_process().threads
+    requester = Requester(storage, torch.bfloat16)
+    read = bandwidth.of(threads).reader(*storage.tensors.values())
+    x, w = torch.ones(of_token, storage.features).bfloat16(), torch.ones(of_token, 1)
+    ids = cycle(torch.arange(storage.experts // of_token * of_token).view(-1, of_token, 1))
 
     def cpu() -> float:
         before = requester.busy()
         if requester.computed(x, next(ids), w) is None:
             raise RuntimeError("the worker did not compute")
-        return of_token * home.nbytes / (requester.busy() - before)
+        return of_token * storage.nbytes / (requester.busy() - before)
 
     def loop() -> float:
         start = time.perf_counter_ns()
         read()
-        return home.experts * home.nbytes / (time.perf_counter_ns() - start)
+        return storage.experts * storage.nbytes / (time.perf_counter_ns() - start)
 
     found: dict[str, list[float]] = {}
     for _ in range(_TURNS):
@@ -93,7 +93,7 @@ def beside(model: str, device: Device, of_token: int) -> Beside:
 def _copies(device: Device, rates: list[float]) -> Iterator[None]:
     """A thread copies experts into slots that no table names. Adds its GB/s."""
     begun, end = threading.Event(), threading.Event()
-    experts, nbytes = device.home.experts, device.home.nbytes
+    experts, nbytes = device.storage.experts, device.storage.nbytes
     numbers = cycle(range(experts))
 
     def work() -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_moe.encodings import ENCODINGS, Quantized
 from fusion_moe.layouts.groups import ceil_to
-from fusion_moe.offload.device import Home
+from fusion_moe.offload.device import HostStorage
 from fusion_moe.offload.worker import Worker
 
 INT4 = "AMXInt4_MOE"  # by AVX-512 without AMX
@@ -31,21 +31,21 @@ class Kt:
 
     name = "kt-kernel"
 
-    def __init__(self, homes: Sequence[Home], tokens: int, of_token: int):
+    def __init__(self, stored: Sequence[HostStorage], tokens: int, of_token: int):
         kt = KtKernel(Worker.of_process().threads, ceil_to(tokens, 32), of_token)
         print(f"{self.name} {kt.version}", flush=True)
-        self.there = torch.zeros(homes[0].experts, dtype=torch.bool)  # the GPU's, which it skips
+        self.there = torch.zeros(stored[0].experts, dtype=torch.bool)  # the GPU's, which it skips
         self.layers = [
-            {kernel: self._layer(kt, kernel, home) for kernel in KERNELS[home.format]}
-            for home in homes
+            {kernel: self._layer(kt, kernel, storage) for kernel in KERNELS[storage.format]}
+            for storage in stored
         ]
 
-    def _layer(self, kt: KtKernel, kernel: str, home: Home) -> KtLayer:
-        gate_up, down = (_weights(home, name) for name in ("gate_up", "down"))
+    def _layer(self, kt: KtKernel, kernel: str, storage: HostStorage) -> KtLayer:
+        gate_up, down = (_weights(storage, name) for name in ("gate_up", "down"))
         if kernel != INT4:
             return kt.fp4(kernel, gate_up, down, self.there)
         gate_up, down = (q.of(t[:1] for t in q) for q in (gate_up, down))
-        return kt.int4(kernel, gate_up, down, self.there, home.experts)
+        return kt.int4(kernel, gate_up, down, self.there, storage.experts)
 
     def steps(self, layer: int, gpu: Direct, x: Tensor, w: Tensor) -> dict[str, Step]:
         """Those of a layer for tensors like these, until the next number of experts is there."""
@@ -66,7 +66,7 @@ class Step:
             for t, dtype in zip((w, w, x, x), dtypes, strict=True)
         )
         self.task = kt.task(self.tokens, self.ids, self.w, self.x, self.made)
-        self.slots = torch.arange(gpu.home.experts, device=x.device)
+        self.slots = torch.arange(gpu.storage.experts, device=x.device)
         self.slots[gpu.there :] = -1  # no expert
         self.side: Any = torch.cuda.Stream() if x.is_cuda else None
 
@@ -102,6 +102,6 @@ def is_right(name: str, found: Tensor, want: Tensor) -> bool:
     return error <= ERROR
 
 
-def _weights(home: Home, name: str) -> Quantized:
-    parts = (t for n, t in home.tensors.items() if n.startswith(f"{name}["))
-    return Quantized(*parts, encoding=ENCODINGS[home.format])
+def _weights(storage: HostStorage, name: str) -> Quantized:
+    parts = (t for n, t in storage.tensors.items() if n.startswith(f"{name}["))
+    return Quantized(*parts, encoding=ENCODINGS[storage.format])

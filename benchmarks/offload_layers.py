@@ -20,7 +20,7 @@ from fusion_moe import synchronize
 from fusion_moe.encodings import ENCODINGS, Quantized
 from fusion_moe.nn import Experts
 from fusion_moe.offload import machine as machines
-from fusion_moe.offload.device import Device, Home
+from fusion_moe.offload.device import Device, HostStorage
 from fusion_moe.offload.pretended import Pretended
 from fusion_moe.offload.split import Constants
 from fusion_moe.offload.worker import Worker
@@ -74,15 +74,15 @@ def module(sizes: Sizes) -> Experts:
     return made
 
 
-class SharedHome(Home):
-    """A home whose devices have the same slots: their steps follow each other."""
+class SharedHome(HostStorage):
+    """A storage whose devices have the same slots: their steps follow each other."""
 
     def __init__(self, of: Experts):
         super().__init__(of)
         self._slots: dict[int, dict[str, Tensor]] = {}
 
     def empty(self, slots: int, device: torch.device | str) -> dict[str, Tensor]:
-        """As in `Home`; the same for the same number."""
+        """As in `HostStorage`; the same for the same number."""
         if slots not in self._slots:
             self._slots[slots] = super().empty(slots, device)
         return self._slots[slots]
@@ -166,16 +166,16 @@ class Gpu:
         # as if layers followed each other at once: between ours there are other ways
         Worker.of_process(idle=_IDLE)
 
-    def rates(self, home: Home) -> Constants:
-        return machines.of_gpu("cuda:0", home).constants(home.nbytes, home.macs)
+    def rates(self, storage: HostStorage) -> Constants:
+        return machines.of_gpu("cuda:0", storage).constants(storage.nbytes, storage.macs)
 
-    def make(self, home: Home, slots: int, spare: int, costs: Constants) -> Device:
+    def make(self, storage: HostStorage, slots: int, spare: int, costs: Constants) -> Device:
         from fusion_moe.offload.cuda import Cuda, shared_of
 
-        if home.features not in self._shared:
+        if storage.features not in self._shared:
             at = torch.device(self.device, 0)
-            self._shared[home.features] = shared_of(home, at, CAPACITY)
-        made: Any = Cuda(home, slots, spare, costs, self._shared[home.features])
+            self._shared[storage.features] = shared_of(storage, at, CAPACITY)
+        made: Any = Cuda(storage, slots, spare, costs, self._shared[storage.features])
         return made
 
     def replayed(self, step: Callable[..., Tensor], *given: Tensor) -> Callable[[], object]:
@@ -201,11 +201,11 @@ class Pretend:
 
     device = "cpu"
 
-    def rates(self, home: Home) -> Constants:
-        return machines.PRETENDED.constants(home.nbytes, home.macs)
+    def rates(self, storage: HostStorage) -> Constants:
+        return machines.PRETENDED.constants(storage.nbytes, storage.macs)
 
-    def make(self, home: Home, slots: int, spare: int, costs: Constants) -> Device:
-        return Pretended(home, slots, spare, costs)
+    def make(self, storage: HostStorage, slots: int, spare: int, costs: Constants) -> Device:
+        return Pretended(storage, slots, spare, costs)
 
     def replayed(self, step: Callable[..., Tensor], *given: Tensor) -> Callable[[], object]:
         return lambda: step(*given)
@@ -220,15 +220,15 @@ def filled(device: Device, slots: int) -> Device:
     """A device that has the first experts."""
     for expert in range(slots):
         device.load(expert, expert)
-    table = torch.full((device.home.experts,), -1, dtype=torch.int32)
+    table = torch.full((device.storage.experts,), -1, dtype=torch.int32)
     table[:slots] = torch.arange(slots)
     device.publish(table)
     return device
 
 
-def link_of(on: Gpu | Pretend, home: Home) -> float:
-    """GB/s of copies of a GiB to the device, or of as much as a home's largest tensor has."""
-    largest = max(home.tensors.values(), key=lambda t: t.nbytes)
+def link_of(on: Gpu | Pretend, storage: HostStorage) -> float:
+    """GB/s of copies of a GiB to the device, or of as much as the largest tensor has."""
+    largest = max(storage.tensors.values(), key=lambda t: t.nbytes)
     source = largest.view(torch.uint8).flatten()[: 2**30]
     to = torch.empty_like(source, device=on.device)
     copies = [on.microseconds(lambda: to.copy_(source, non_blocking=True)) for _ in range(5)]
@@ -251,26 +251,28 @@ class Direct:
 
     def __init__(self, device: Device, there: int):
         made: Any = device
-        self.home, self.slots, self.there = device.home, made.slots, there
-        self._homes = self.home.tensors | getattr(made, "_there", {})  # few bytes are on the GPU
+        self.storage, self.slots, self.there = device.storage, made.slots, there
+        self._stored = self.storage.tensors | getattr(
+            made, "_there", {}
+        )  # few bytes are on the GPU
         self._layout = getattr(made, "layout", "linear")
 
     def plain(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The operation."""
-        given = self.home.arguments(x, ids, w, self.slots, weight_layout=self._layout)
+        given = self.storage.arguments(x, ids, w, self.slots, weight_layout=self._layout)
         found: Tensor = torch.ops.fusion_moe.fused_experts(**given)
         return found
 
     def offloading(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """Ids go to the host, which has the copy engine bring what misses, and launches the
-        operation then. Bytes are taken to be in the order of the GPU's kernels at home, so that
+        operation then. Bytes are taken to be in the order of the GPU's kernels on the host, so that
         the time is right and the result is not.
         """
-        e = self.home.experts
+        e = self.storage.experts
         missed = [n for n in ids.flatten().unique().tolist() if n >= self.there]
         table = torch.arange(e)
         table[missed] = torch.arange(self.there, self.there + len(missed))
         for slot, expert in enumerate(missed, self.there):
-            for name, t in self._homes.items():
+            for name, t in self._stored.items():
                 self.slots[name][slot].copy_(t[expert], non_blocking=True)
         return self.plain(x, table.to(ids.device)[ids], w)

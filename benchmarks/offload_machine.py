@@ -39,7 +39,7 @@ def tell(name: str, value: Any) -> None:
 
 
 def experts(count: int, device: str) -> tuple[list[torch.Tensor], list[Shape]]:
-    """The parts of experts, at home or for slots."""
+    """The parts of experts, on the host or for slots."""
     tensors, shapes = [], []
     for n, k in ((2 * INNER, H), (H, INNER)):
         for part in NVFP4.parts:
@@ -101,16 +101,22 @@ def pinning(state: dict[str, Any]) -> None:
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     start = time.perf_counter()
-    home, shapes = experts(state["count"], "cpu")
-    nbytes = sum(t.nbytes for t in home)
+    storage, shapes = experts(state["count"], "cpu")
+    nbytes = sum(t.nbytes for t in storage)
     tell("home_GB", round(nbytes / 1e9, 2))
     tell("written_GB_s", round(nbytes / 1e9 / (time.perf_counter() - start), 2))
     start = time.perf_counter()
-    pinned = [Pinned(t) for t in home]
+    pinned = [Pinned(t) for t in storage]
     tell("pin_s_per_GB", round((time.perf_counter() - start) / nbytes * 1e9, 3))
-    tell("large_pages", round(pages.obtained(*home) / nbytes, 3))
+    tell("large_pages", round(pages.obtained(*storage) / nbytes, 3))
     slots, _ = experts(state["count"], "cuda")
-    state |= {"home": home, "shapes": shapes, "pinned": pinned, "slots": slots, "nbytes": nbytes}
+    state |= {
+        "storage": storage,
+        "shapes": shapes,
+        "pinned": pinned,
+        "slots": slots,
+        "nbytes": nbytes,
+    }
 
 
 def by_kernel(kernel: launches.Kernel, numbers: list[int]) -> None:
@@ -118,16 +124,16 @@ def by_kernel(kernel: launches.Kernel, numbers: list[int]) -> None:
 
 
 def copies(state: dict[str, Any]) -> None:
-    home, slots, nbytes = state["home"], state["slots"], state["nbytes"]
+    storage, slots, nbytes = state["storage"], state["slots"], state["nbytes"]
 
     def by_engine() -> None:
-        for t, slot in zip(home, slots, strict=True):
+        for t, slot in zip(storage, slots, strict=True):
             slot.view(torch.uint8).copy_(t.view(torch.uint8), non_blocking=True)
 
     tell("engine_GB_s", round(nbytes / seconds(by_engine) / 1e9, 1))
     addresses = [p.address for p in state["pinned"]]
     tiled = Parts(state["shapes"], addresses, slots)
-    plain = Parts([Shape.of(t) for t in home], addresses, slots)
+    plain = Parts([Shape.of(t) for t in storage], addresses, slots)
     state["parts"] = tiled, plain  # which kernels read
     for blocks in (8, 16, 32):
         kernel = launches.Kernel(launches.load(), blocks)
@@ -137,7 +143,7 @@ def copies(state: dict[str, Any]) -> None:
         state[f"load_{blocks}"] = load
     right = []
     for i in (0, 2):
-        want = W16X64.pack(home[i][3].cuda(), home[i + 1][3].cuda(), encoding=NVFP4)
+        want = W16X64.pack(storage[i][3].cuda(), storage[i + 1][3].cuda(), encoding=NVFP4)
         right += [
             torch.equal(a.view(torch.uint8), b[3].view(torch.uint8))
             for a, b in zip(want, slots[i : i + 2], strict=True)
@@ -179,7 +185,7 @@ def reading(state: dict[str, Any]) -> None:
                 began.record()
                 for _ in range(12):
                     if name == "engine":
-                        for t, slot in zip(state["home"], state["slots"], strict=True):
+                        for t, slot in zip(state["storage"], state["slots"], strict=True):
                             slot.view(torch.uint8).copy_(t.view(torch.uint8), non_blocking=True)
                     else:
                         state[name]()
@@ -204,8 +210,8 @@ def computing(state: dict[str, Any]) -> None:
     """The CPU's product of experts, of which each row has one: bytes of experts per second."""
     count = min(16, state["count"])
     scales = [torch.ones(count, 2), torch.ones(count)]
-    gate_up = [state["home"][0][:count], state["home"][1][:count], scales[0]]
-    down = [state["home"][2][:count], state["home"][3][:count], scales[1]]
+    gate_up = [state["storage"][0][:count], state["storage"][1][:count], scales[0]]
+    down = [state["storage"][2][:count], state["storage"][3][:count], scales[1]]
     each = sum(t[0].nbytes for t in (*gate_up, *down))
     torch.set_num_threads(max(1, bandwidth.cpus() - 2))
     side = torch.cuda.Stream()

@@ -30,7 +30,7 @@ from ..layouts.groups import check_ids
 from ..layouts.w16x64 import W16X64
 from ..runtime import cuda
 from ..runtime.host_memory import pages
-from .device import Counters, Home
+from .device import Counters, HostStorage
 from .launches import Parts, Shape, why_not_tiled
 from .long_steps import Turn, missed_of, turns_of
 from .moves import LIMIT, Moves, Shared
@@ -46,13 +46,13 @@ class Cuda:
 
     shared: of all layers of a model, whose steps follow each other; None: of this layer alone. It
     says how many rows a step may have at most that a graph captures. Longer ones stream experts
-    through the spare slots: as they are at home into one half of them, in two pieces of which one
-    is copied while the other is put in order, into the other half, which is multiplied by.
+    through the spare slots: as they are on the host into one half of them, in two pieces of which
+    one is copied while the other is put in order, into the other half, which is multiplied by.
     """
 
     def __init__(
         self,
-        home: Home,
+        storage: HostStorage,
         slots: int,
         spare: int,
         constants: Constants,
@@ -60,16 +60,16 @@ class Cuda:
         device: torch.device | str = "cuda",
     ):
         device = torch.device("cuda", cuda.index_of(torch.device(device)))
-        self.home, self.constants, self.device = home, constants, device
-        self.shared = shared or shared_of(home, device)
+        self.storage, self.constants, self.device = storage, constants, device
+        self.shared = shared or shared_of(storage, device)
         self.spare, self._cached = spare, slots
-        self.limit = 0 if home.in_files else spare
-        self.layout = layout_of(home, device)
-        self.slots = home.empty(max(slots + spare, 1), device)
-        large = large_of(home)
-        self._pinned = {} if home.in_files else {name: pinned(t) for name, t in large.items()}
+        self.limit = 0 if storage.in_files else spare
+        self.layout = layout_of(storage, device)
+        self.slots = storage.empty(max(slots + spare, 1), device)
+        large = large_of(storage)
+        self._pinned = {} if storage.in_files else {name: pinned(t) for name, t in large.items()}
         # few bytes stay on the GPU whole
-        self._there = {n: t.to(device) for n, t in home.tensors.items() if n not in large}
+        self._there = {n: t.to(device) for n, t in storage.tensors.items() if n not in large}
         # a step may read all this until it has ended
         weakref.finalize(self, _wait, device, os.getpid())
         self.moves = self._moves()
@@ -78,31 +78,31 @@ class Cuda:
         self._copied = torch.cuda.Event(), torch.cuda.Event()  # pieces of a turn
         # whether this change of the cache waits for earlier steps already, and the next step for it
         self._changing, self._whole = False, True
-        self._uses = torch.zeros(home.experts, dtype=torch.int32).pin_memory()
-        self._read, self._told = torch.cuda.Event(), torch.zeros(home.experts, dtype=torch.int64)
+        self._uses = torch.zeros(storage.experts, dtype=torch.int32).pin_memory()
+        self._read, self._told = torch.cuda.Event(), torch.zeros(storage.experts, dtype=torch.int64)
         self._loaded, self._long = 0, Counters()  # of long steps
 
     def _moves(self) -> Moves:
-        shapes, names = [*shapes_of(self.home, self.layout).values()], list(self.home.tensors)
+        shapes, names = [*shapes_of(self.storage, self.layout).values()], list(self.storage.tensors)
         slots = [self.slots[name] for name in names]
         at = {n: t.data_ptr() for n, t in self._there.items()}
         at |= {n: p.address for n, p in self._pinned.items()}
         # what is copied of each expert: of the host, and of what is on the GPU anyway
         self._lines: tuple[list[tuple[int, int, int]], ...] = [], []
-        for name, t in self.home.tensors.items():
-            home = self._there.get(name, t)
-            line = self.slots[name].data_ptr(), home.data_ptr(), t[0].nbytes
+        for name, t in self.storage.tensors.items():
+            storage = self._there.get(name, t)
+            line = self.slots[name].data_ptr(), storage.data_ptr(), t[0].nbytes
             self._lines[name in self._there].append(line)
         # kernels do not ask where those are that lie in files
         parts = Parts(shapes, [at.get(name, 0) for name in names], slots)
-        first = self._cached + self.spare // 2  # where long steps have them as they are at home
+        first = self._cached + self.spare // 2  # where long steps have them as they are on the host
         self._packed = Parts(shapes, [t[first:].data_ptr() for t in slots], slots)
-        costs, e = astuple(self.constants), self.home.experts
+        costs, e = astuple(self.constants), self.storage.experts
         return Moves(parts, e, self._cached, self.limit, costs, self.shared, self._on_cpu())
 
     def _on_cpu(self) -> int:
-        """Registers the layer with the worker, and the programs of its home for more and more rows.
-        Its number.
+        """Registers the layer with the worker, and the programs of its storage for more and more
+        rows. Its number.
         """
         shared, tensors = self.shared, self.shared.staging.tensors
         x = tensors["rows"].view(shared.dtype).view(shared.capacity, -1)
@@ -111,11 +111,11 @@ class Cuda:
         powers = [2**i for i in range(shared.capacity.bit_length()) if 2**i < shared.capacity]
         results, weights = [], list[Tensor]()
         for rows in (*powers, shared.capacity):
-            arguments = self.home.arguments(x[:rows], ids[:rows], w[:rows], self.home.tensors)
+            arguments = self.storage.arguments(x[:rows], ids[:rows], w[:rows], self.storage.tensors)
             call = bind(SPECS["fused_experts"], (), arguments)
             weights = weights or [*call.tensors.values()][3:]
             results.append((rows, host_program(call)))
-        return shared.model.layer(shared.model.programs(results), weights, self.home.in_files)
+        return shared.model.layer(shared.model.programs(results), weights, self.storage.in_files)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
@@ -140,10 +140,10 @@ class Cuda:
                 torch.cuda.current_stream().wait_stream(self._side)
 
     def _step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        placed = self.moves.begin(x, ids, w if self.home.weighs_input else None)
+        placed = self.moves.begin(x, ids, w if self.storage.weighs_input else None)
         steps = self.steps(x, placed, w)
         y, _, _, slot_of = steps.rows(self._given(x, placed, w))
-        return self.moves.end(y, slot_of, None if self.home.weighs_input else w)
+        return self.moves.end(y, slot_of, None if self.storage.weighs_input else w)
 
     def _stream(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step: all missed experts that it names are copied, in turns."""
@@ -174,7 +174,7 @@ class Cuda:
         """`turns_of` these ids, with the table on the GPU; and the expert of each id, E for none.
         Waits for ids.
         """
-        e = self.home.experts
+        e = self.storage.experts
         check_ids(ids, e, least=-1)
         named = torch.bincount(ids.flatten() + 1, minlength=e + 1)[1:]
         self.moves.uses += named.int()
@@ -219,14 +219,14 @@ class Cuda:
         return piece * each, copied[piece * each :][:each]
 
     def _copy(self, experts: list[int], first: int, there: bool) -> None:
-        """Copies experts as they are at home, runs of them at once, on the current stream: by the
-        GPU's copy engine, or what is there of them.
+        """Copies experts as they are on the host, runs of them at once, on the current stream: by
+        the GPU's copy engine, or what is there of them.
         """
         first += self._cached + self.spare // 2
         copies = (
-            (to + (first + i) * each, home + experts[i] * each, (j - i) * each)
+            (to + (first + i) * each, storage + experts[i] * each, (j - i) * each)
             for i, j in _runs(experts)
-            for to, home, each in self._lines[there]
+            for to, storage, each in self._lines[there]
         )
         cuda.copy(copies, cuda.stream(self.device))
 
@@ -248,7 +248,7 @@ class Cuda:
 
     def _arguments(self, x: Tensor, placed: Tensor, w: Tensor) -> dict[str, Any]:
         """Those of the operation on slots."""
-        return self.home.arguments(x, placed, w, self.slots, weight_layout=self.layout)
+        return self.storage.arguments(x, placed, w, self.slots, weight_layout=self.layout)
 
     # The cache ------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Cuda:
         """As in `Device`: on a stream of its own, after all steps so far."""
         self._begin_change()
         with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-            if not self.home.in_files:
+            if not self.storage.in_files:
                 self.moves.load(slot, expert)
             else:  # through a spare slot, which long steps use too
                 with self.shared.turns.next():
@@ -325,10 +325,10 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def shared_of(
-    home: Home, device: torch.device, capacity: int = CAPACITY, limit: float = LIMIT
+    storage: HostStorage, device: torch.device, capacity: int = CAPACITY, limit: float = LIMIT
 ) -> Shared:
-    """For the layers of a model whose experts take rows like those of `home`."""
-    return Shared(capacity, home.features, torch.bfloat16, device, limit)
+    """For the layers of a model whose experts take rows like those of `storage`."""
+    return Shared(capacity, storage.features, torch.bfloat16, device, limit)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -360,29 +360,29 @@ def host_program(call: Call) -> list[int]:
     return plan
 
 
-def large_of(home: Home) -> dict[str, Tensor]:
+def large_of(storage: HostStorage) -> dict[str, Tensor]:
     """The tensors that are pinned; the others have few bytes."""
     return {
         name: t
-        for name, t in home.tensors.items()
+        for name, t in storage.tensors.items()
         if t.nbytes >= pages.PAGE and t.data_ptr() % pages.PAGE == 0
     }
 
 
-def shapes_of(home: Home, layout: str) -> dict[str, Shape]:
+def shapes_of(storage: HostStorage, layout: str) -> dict[str, Shape]:
     """How kernels copy each tensor into slots in a layout."""
-    encoding = ENCODINGS[home.format]
+    encoding = ENCODINGS[storage.format]
     order = encoding.element.tile_order if layout == W16X64.name else None
-    return {n: Shape.of(t, _part(encoding, n), order) for n, t in home.tensors.items()}
+    return {n: Shape.of(t, _part(encoding, n), order) for n, t in storage.tensors.items()}
 
 
-def layout_of(home: Home, device: torch.device) -> str:
+def layout_of(storage: HostStorage, device: torch.device) -> str:
     """In which experts lie in slots: that of the GPU's kernels, if experts can be copied into
     it.
     """
-    encoding, target = ENCODINGS[home.format], backends.find("auto", device)
-    wanted = target.layout_of(encoding.name, home.activation_format)
-    weights = [t for name, t in home.tensors.items() if name in ("gate_up[0]", "down[0]")]
+    encoding, target = ENCODINGS[storage.format], backends.find("auto", device)
+    wanted = target.layout_of(encoding.name, storage.activation_format)
+    weights = [t for name, t in storage.tensors.items() if name in ("gate_up[0]", "down[0]")]
     odd = [why for t in weights if (why := W16X64.why_not(*_shape(t, encoding), encoding))]
     return "linear" if wanted != W16X64.name or odd or why_not_tiled(encoding) else wanted
 

@@ -1,5 +1,5 @@
 """Device, the interface: what the module of offloaded experts (experts.py) asks of a GPU (cuda.py)
-or of its stand-in (pretended.py). And Home, the experts in the host's memory.
+or of its stand-in (pretended.py). And HostStorage, the experts in the host's memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Device(Protocol):
     steps of a layer.
     """
 
-    home: Home
+    storage: HostStorage
     constants: Constants
     counters: Counters
     spare: int  # slots for what one step copies
@@ -81,7 +81,7 @@ class Device(Protocol):
         """i64[E]: how many slots named each expert since the last call."""
 
 
-class Home:
+class HostStorage:
     """The experts of a module in the host's memory, as arguments of `fused_experts`.
 
     tensors: those with an entry for each expert, by name (gate_up[0], ..., down_bias).

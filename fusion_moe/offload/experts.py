@@ -19,7 +19,7 @@ from ..nn import checks
 from ..nn.frozen.experts import Experts
 from ..runtime import cuda
 from .cache import Cache
-from .device import Counters, Device, Home, decide
+from .device import Counters, Device, HostStorage, decide
 
 EVERY = 16  # steps between two changes of the cache
 
@@ -28,12 +28,12 @@ _numbers = itertools.count()
 
 
 class OffloadedExperts(Experts):
-    """`Experts` whose parameters stay in the host's memory: its *home*. A device has slots for some
-    experts, and computes with what is there; of the others, some are copied in each step, and the
-    host computes the rest (`split`). Which experts are in slots changes with use (`cache`).
+    """`Experts` whose parameters stay in the host's memory, the *host storage*. A device has slots
+    for some experts, and computes with what is there; of the others, some are copied in each step,
+    and the host computes the rest (`split`). Which experts are in slots changes with use (`cache`).
 
     Frozen: neither they nor adapters of them train. Moving the module moves nothing: parameters
-    stay at home, slots on their device.
+    stay on the host, slots on their device.
 
     every: how many steps there are between two changes of the cache; 0: it stays as it is, unless
     `learn` is called.
@@ -41,7 +41,7 @@ class OffloadedExperts(Experts):
 
     device: Device
     cache: Cache
-    home: Home
+    storage: HostStorage
     every: int
     _steps: int
     _number: int
@@ -53,18 +53,22 @@ class OffloadedExperts(Experts):
 
     @classmethod
     def of(
-        cls, module: Experts, make: Callable[[Home], Device], cache: Cache, every: int = EVERY
+        cls,
+        module: Experts,
+        make: Callable[[HostStorage], Device],
+        cache: Cache,
+        every: int = EVERY,
     ) -> OffloadedExperts:
-        """A module with the parameters of another one, which lie on the CPU. make(home): the
+        """A module with the parameters of another one, which lie on the CPU. make(storage): the
         device.
         """
         result: OffloadedExperts = cls.__new__(cls)
         result.__dict__.update(module.__dict__)
         module.order()
-        result.home = Home(result)
-        result.device, result.cache, result.every = make(result.home), cache, every
+        result.storage = HostStorage(result)
+        result.device, result.cache, result.every = make(result.storage), cache, every
         result._steps, result._changing, result._number = 0, threading.Lock(), next(_numbers)
-        result._uses, result._new = torch.zeros(2, result.home.experts, dtype=torch.int64)
+        result._uses, result._new = torch.zeros(2, result.storage.experts, dtype=torch.int64)
         _modules[result._number] = result
         result.renew()
         return result
@@ -100,7 +104,7 @@ class OffloadedExperts(Experts):
     def step(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As `forward`, without its checks of training."""
         where = type(self).__name__
-        checks.need_rows("hidden_states", hidden_states, self.home.features, where)
+        checks.need_rows("hidden_states", hidden_states, self.storage.features, where)
         device, k = hidden_states.device.type, top_k_index.shape[-1]
         if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):  # as the operation does it
@@ -148,7 +152,7 @@ class OffloadedExperts(Experts):
             return self._uses.clone()
 
     def renew(self) -> None:
-        """Copies all experts in slots again, after their home has changed."""
+        """Copies all experts in slots again, after their storage has changed."""
         for expert, slot in enumerate(self.cache.expert_map.tolist()):
             if slot >= 0:
                 self.device.load(slot, expert)
@@ -161,7 +165,7 @@ class OffloadedExperts(Experts):
         decided, uses = decide(ids.cpu(), expert_map, device.constants, device.spare, device.limit)
         here = f"{int(uses[expert_map >= 0].sum())} of {int(uses.sum())} slots' experts are there"
         of = "; with times of another machine, since experts in files are not measured"
-        return f"{here}; {decided}{of if device.home.in_files else ''}", str(
+        return f"{here}; {decided}{of if device.storage.in_files else ''}", str(
             device.steps(x, ids, w)
         )
 
@@ -171,7 +175,7 @@ class OffloadedExperts(Experts):
         return self.device.counters
 
     def put_in(self, layout: str) -> str:
-        """As in `PackedModule`; at home, weights stay as the host's kernels read them."""
+        """As in `PackedModule`; on the host, weights stay as the host's kernels read them."""
         return ""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:

@@ -160,9 +160,9 @@ def why_not_tiled(encoding: Encoding) -> str:
 
 
 class Parts:
-    """What is copied of each expert: tensors at home, where kernels find them, and in slots."""
+    """What is copied of each expert: tensors on the host, where kernels find them, and in slots."""
 
-    def __init__(self, shapes: Sequence[Shape], homes: Sequence[int], slots: Sequence[Tensor]):
+    def __init__(self, shapes: Sequence[Shape], stored: Sequence[int], slots: Sequence[Tensor]):
         self.slots = list(slots)
         self.nbytes = sum(shape.nbytes for shape in shapes)
         dtypes = torch.uint8, torch.int32, torch.uint8  # by kind
@@ -171,11 +171,11 @@ class Parts:
             for shape, t in zip(shapes, slots, strict=True)
         ]
         numbers = [len(shapes)]
-        for shape, home, t, table in zip(shapes, homes, slots, self._tables, strict=True):
+        for shape, storage, t, table in zip(shapes, stored, slots, self._tables, strict=True):
             assert t.is_contiguous()
             assert t[0].nbytes == shape.nbytes
             at = table.data_ptr() if shape.table else 0
-            numbers += [shape.kind, home, t.data_ptr(), shape.nbytes, shape.nbytes]
+            numbers += [shape.kind, storage, t.data_ptr(), shape.nbytes, shape.nbytes]
             numbers += [shape.rows, shape.tiles, shape.each, at]
         numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
         self._memory = torch.tensor(numbers, dtype=torch.int64, device=slots[0].device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import WorkerError
 from ..runtime import cuda, store
 from ..runtime.host_memory import bandwidth
-from .device import Home
+from .device import HostStorage
 from .requester import Requester
 from .split import Constants
 
@@ -31,7 +31,7 @@ _PRODUCT = 10_000  # nanoseconds to begin the GPU's products
 _OF_MEMORY = 0.8  # of a GPU's bandwidth, that its products reach
 
 
-# copy(first, count): copies experts of a home to a device, and waits
+# copy(first, count): copies experts of a host storage to a device, and waits
 Copy = Callable[[int, int], None]
 
 
@@ -77,19 +77,21 @@ EXPECTED = {
 PRETENDED = Machine(5e9, 4e9, 1e12, 5e9, 4e9, 2_000, 2_000)
 
 
-def measured(name: str, home: Home, copy: Copy, starts: Callable[[], tuple[int, int]]) -> Machine:
-    """The speeds of this machine with a device of a name, for experts like those of a home: from
-    this process, an earlier one, or measured now.
+def measured(
+    name: str, storage: HostStorage, copy: Copy, starts: Callable[[], tuple[int, int]]
+) -> Machine:
+    """The speeds of this machine with a device of a name, for experts like those of a host
+    storage: from this process, an earlier one, or measured now.
 
     starts(): the nanoseconds to hand rows over and to wait for them, and to begin a copy.
     """
-    like = home.format, home.activation_format, home.features, home.macs, home.nbytes
+    like = storage.format, storage.activation_format, storage.features, storage.macs, storage.nbytes
     key = store.key_of(
         Path(__file__).read_bytes(), bandwidth.cpu(), str(torch.get_num_threads()), name, str(like)
     )
 
     def make(path: Path) -> None:
-        path.write_text(json.dumps(asdict(_measure(home, copy, *starts()))))
+        path.write_text(json.dumps(asdict(_measure(storage, copy, *starts()))))
 
     return Machine(**json.loads(store.get_or_make(f"machine-{key}.json", make).read_text()))
 
@@ -99,55 +101,57 @@ def copy_alone(to: Tensor, t: Tensor) -> None:
     ctypes.memmove(to.data_ptr(), t.data_ptr(), t.nbytes)
 
 
-def of_gpu(device: str, home: Home) -> Machine:
-    """The speeds of this machine with a GPU, whose kernels copy experts of a home from pinned
-    memory.
+def of_gpu(device: str, storage: HostStorage) -> Machine:
+    """The speeds of this machine with a GPU, whose kernels copy experts of a host storage from
+    pinned memory.
     """
     from .turnaround import Copier, starts  # which looks for a GPU
 
-    if home.in_files:
+    if storage.in_files:
         return EXPECTED["H100"]  # nothing is copied from there, so nothing is to be decided
     on = torch.device(device)
-    name, copier = torch.cuda.get_device_name(on), Copier(on, home, _SOME)
-    result = measured(name, home, copier, lambda: starts(on))
+    name, copier = torch.cuda.get_device_name(on), Copier(on, storage, _SOME)
+    result = measured(name, storage, copier, lambda: starts(on))
     return replace(result, gpu=_OF_MEMORY * cuda.device_facts(cuda.index_of(on)).memory_bandwidth)
 
 
-def _measure(home: Home, copy: Copy, hand_over: int, copy_start: int) -> Machine:
-    requester = Requester(home, torch.bfloat16)
-    (many,) = _products(home, requester, 1, rows=_MANY)  # first: it wakes the CPU up
-    start, expert = _line(home, requester)
+def _measure(storage: HostStorage, copy: Copy, hand_over: int, copy_start: int) -> Machine:
+    requester = Requester(storage, torch.bfloat16)
+    (many,) = _products(storage, requester, 1, rows=_MANY)  # first: it wakes the CPU up
+    start, expert = _line(storage, requester)
     rows = max(many - expert, many / 2)  # of all but the first one
-    _, alone = _of_line(home, *(median(_copies(home, copy, n)) for n in (1, _some(home))))
-    copy_beside, cpu_beside = _beside(home, requester, copy)
+    _, alone = _of_line(storage, *(median(_copies(storage, copy, n)) for n in (1, _some(storage))))
+    copy_beside, cpu_beside = _beside(storage, requester, copy)
     return Machine(
-        cpu=home.nbytes * 1e9 / expert,
-        cpu_beside=home.nbytes * 1e9 / cpu_beside,
-        macs=(_MANY - 1) * home.macs * 1e9 / rows,
-        copy=home.nbytes * 1e9 / alone,
-        copy_beside=home.nbytes * 1e9 / copy_beside,
+        cpu=storage.nbytes * 1e9 / expert,
+        cpu_beside=storage.nbytes * 1e9 / cpu_beside,
+        macs=(_MANY - 1) * storage.macs * 1e9 / rows,
+        copy=storage.nbytes * 1e9 / alone,
+        copy_beside=storage.nbytes * 1e9 / copy_beside,
         cpu_start=int(start) + hand_over,
         copy_start=copy_start,
     )
 
 
-def _some(home: Home) -> int:
-    return max(2, min(_SOME, home.experts))
+def _some(storage: HostStorage) -> int:
+    return max(2, min(_SOME, storage.experts))
 
 
-def _line(home: Home, requester: Requester) -> tuple[float, float]:
+def _line(storage: HostStorage, requester: Requester) -> tuple[float, float]:
     """Nanoseconds that the CPU's products take to begin, and for each expert."""
-    return _of_line(home, *_products(home, requester, 1, _some(home)))
+    return _of_line(storage, *_products(storage, requester, 1, _some(storage)))
 
 
-def _of_line(home: Home, one: float, some: float) -> tuple[float, float]:
+def _of_line(storage: HostStorage, one: float, some: float) -> tuple[float, float]:
     """The same, by the time of one and of some experts."""
-    count = _some(home)
+    count = _some(storage)
     expert = max((some - one) / (count - 1), some / count / 2)  # noise is no speed
     return max(one - expert, 1000), expert
 
 
-def _products(home: Home, requester: Requester, *counts: int, rows: int = 1) -> list[float]:
+def _products(
+    storage: HostStorage, requester: Requester, *counts: int, rows: int = 1
+) -> list[float]:
     """The nanoseconds that the worker computes so many rows of each of so many experts, which are
     others in each call. Counts take turns, so that what slows the machine slows them alike.
 
@@ -159,41 +163,41 @@ def _products(home: Home, requester: Requester, *counts: int, rows: int = 1) -> 
     for _ in range(_REPEATS + 2):
         for result, count in zip(times, counts, strict=True):
             ids = torch.arange(first, first + count).repeat_interleave(rows)[:, None]
-            x = torch.ones(len(ids), home.features, dtype=torch.bfloat16)
+            x = torch.ones(len(ids), storage.features, dtype=torch.bfloat16)
             before = requester.busy()
-            if requester.computed(x, ids % home.experts, torch.ones(len(ids), 1)) is None:
+            if requester.computed(x, ids % storage.experts, torch.ones(len(ids), 1)) is None:
                 raise WorkerError("the worker did not compute", where="offload")
             result.append(float(requester.busy() - before))
             first += count
     return [median(value[2:]) for value in times]  # the first ones learn the form
 
 
-def _copies(home: Home, copy: Copy, count: int) -> list[float]:
+def _copies(storage: HostStorage, copy: Copy, count: int) -> list[float]:
     """The nanoseconds of copying so many experts, which are others in each call."""
     times = []
     for i in range(2 * _REPEATS):
         start = time.perf_counter_ns()
-        copy(i * count % max(1, home.experts - count + 1), min(count, home.experts))
+        copy(i * count % max(1, storage.experts - count + 1), min(count, storage.experts))
         times.append(float(time.perf_counter_ns() - start))
     return times[1:]
 
 
-def _beside(home: Home, requester: Requester, copy: Copy) -> tuple[float, float]:
+def _beside(storage: HostStorage, requester: Requester, copy: Copy) -> tuple[float, float]:
     """Nanoseconds of a copy and of the CPU's products of an expert while both run."""
     end, copies = threading.Event(), list[float]()
 
     def work() -> None:
         while not end.is_set():
-            copies.extend(_copies(home, copy, _some(home)))
+            copies.extend(_copies(storage, copy, _some(storage)))
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work)
         try:
-            _, cpu = _line(home, requester)
+            _, cpu = _line(storage, requester)
         finally:
             end.set()
         other.result()  # raises what went wrong there
-    return median(copies) / _some(home), cpu
+    return median(copies) / _some(storage), cpu
 
 
 def _ns(amount: float, rate: float) -> int:

@@ -171,7 +171,7 @@ class Moves:
         self._load(cuda.stream(self.device), [expert, slot, 1, self.parts.address])
 
     def unpack(self, copies: Parts, first: int, slot: int, count: int) -> None:
-        """Puts copies that are on the GPU as they are at home into slots, from this one on."""
+        """Puts copies that are on the GPU as they are on the host into slots, from this one on."""
         self._unpack(cuda.stream(self.device), [first, slot, count, copies.address])
 
     def counted(self) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""offload_: puts what fits of a loaded model's experts on a device, and leaves the rest at home."""
+"""offload_: puts what fits of a loaded model's experts on a device, and leaves the rest on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from . import folder as folders
 from . import machine as machines
 from . import plan as plans
 from .cache import Cache
-from .device import Counters, Device, Home
+from .device import Counters, Device, HostStorage
 from .experts import EVERY, OffloadedExperts
 from .pretended import Pretended
 from .split import Constants
@@ -35,7 +37,7 @@ EXPERTS_DEVICES = ("auto", "cuda", "cpu")
 _WHERE = "offload_"
 _SLOWEST = 5e7  # bytes per second of a disk
 Memory = Mapping[int | str, int | str]
-Maker = Callable[[int, int], Callable[[Home], Device]]
+Maker = Callable[[int, int], Callable[[HostStorage], Device]]
 
 
 def offload_(
@@ -200,7 +202,7 @@ def _noted(model: nn.Module) -> str:
     here = sum(int((m.cache.expert_map >= 0).sum()) for m in result)
     return (
         f"the experts of {count(len(result), 'layer')} are offloaded, {here} of "
-        f"{sum(m.home.experts for m in result)} are on the device: a step is {STEPS}; "
+        f"{sum(m.storage.experts for m in result)} are on the device: a step is {STEPS}; "
         "fusion_moe.offload.explain(model, ...) prints its programs, what a call copies, and what "
         "the host computes"
     )
@@ -289,12 +291,14 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
 
 
 def _maker(device: str, plan: plans.Plan) -> Maker:
-    """(slots, spare) -> what makes the device of a layer from its home. Layers of a model share
+    """(slots, spare) -> what makes the device of a layer from its storage. Layers of a model share
     what only one of them needs at a time.
     """
     if device == PRETENDED:
         rates = machines.PRETENDED
-        return lambda slots, spare: lambda home: Pretended(home, slots, spare, _costs(rates, home))
+        return lambda slots, spare: (
+            lambda storage: Pretended(storage, slots, spare, _costs(rates, storage))
+        )
     from .cuda import Cuda, shared_of  # which looks for a GPU
     from .moves import LIMIT
 
@@ -302,15 +306,15 @@ def _maker(device: str, plan: plans.Plan) -> Maker:
     slow = max(layer.whole for layer in plan.model.layers) / _SLOWEST if plan.in_files else 0
     shared = list[Any]()
 
-    def make(home: Home, slots: int, spare: int) -> Device:
+    def make(storage: HostStorage, slots: int, spare: int) -> Device:
         if not shared:
-            shared.append(shared_of(home, torch.device(device), limit=LIMIT + slow))
-        costs = _costs(machines.of_gpu(device, home), home)
-        result: Any = Cuda(home, slots, spare, costs, shared[0], device)
+            shared.append(shared_of(storage, torch.device(device), limit=LIMIT + slow))
+        costs = _costs(machines.of_gpu(device, storage), storage)
+        result: Any = Cuda(storage, slots, spare, costs, shared[0], device)
         return result
 
     return lambda slots, spare: partial(make, slots=slots, spare=spare)
 
 
-def _costs(rates: machines.Machine, home: Home) -> Constants:
-    return rates.constants(home.nbytes, home.macs)
+def _costs(rates: machines.Machine, storage: HostStorage) -> Constants:
+    return rates.constants(storage.nbytes, storage.macs)

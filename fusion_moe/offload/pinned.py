@@ -1,7 +1,7 @@
 """Memory of the host that GPUs read and write: tensors on pages of their own, pinned.
 
-home = pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
-home.address                # at which kernels find it; unpinned when `home` is no more
+storage = pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinError if refused
+storage.address                # at which kernels find it; unpinned when `storage` is no more
 staging = Staging({"rows": 4096, "ids": 64})    # memory of our own, pinned
 staging.addresses["rows"]                       # on the GPU; staging.tensors["rows"]: u8
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import options
 from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
-from .device import Counters, Home, decide
+from .device import Counters, HostStorage, decide
 from .machine import copy_alone
 from .requester import CAPACITY, Requester
 from .split import Constants, Split
@@ -29,15 +29,15 @@ class Pretended:
     slots: for the cache; spare: for what one step copies, in turns if it copies more.
     """
 
-    def __init__(self, home: Home, slots: int, spare: int, constants: Constants):
-        self.limit = 0 if home.in_files else None
-        self.home, self.constants, self.counters = home, constants, Counters()
-        self.slots = home.empty(slots + spare, "cpu")
+    def __init__(self, storage: HostStorage, slots: int, spare: int, constants: Constants):
+        self.limit = 0 if storage.in_files else None
+        self.storage, self.constants, self.counters = storage, constants, Counters()
+        self.slots = storage.empty(slots + spare, "cpu")
         self._first_spare, self.spare = slots, spare
         # two versions, of which a step reads one number, and the number
-        self._tables = torch.full((2, home.experts), -1, dtype=torch.int32)
+        self._tables = torch.full((2, storage.experts), -1, dtype=torch.int32)
         self._version = 0
-        self._uses = torch.zeros(home.experts, dtype=torch.int64)
+        self._uses = torch.zeros(storage.experts, dtype=torch.int64)
         self._requesters: dict[Any, Requester | None] = {}
         self._running = threading.Lock()  # steps of one layer, which share spare slots
 
@@ -48,11 +48,11 @@ class Pretended:
 
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
         """As in `Device`."""
-        return self.home.steps(x, ids, w, self.slots, self.expert_map)
+        return self.storage.steps(x, ids, w, self.slots, self.expert_map)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
-        check_ids(ids, self.home.experts, least=-1)
+        check_ids(ids, self.storage.experts, least=-1)
         with self._running:
             expert_map = self.expert_map
             decided, uses = decide(ids, expert_map, self.constants, self.spare, self.limit)
@@ -66,10 +66,10 @@ class Pretended:
         steps = self.steps(x, ids, w)
         table, room = expert_map.clone(), max(self.spare, 1)
         self._bring(decided.copied[:room], table)
-        y, _, _, slot_of = steps.rows(self.home.given(x, ids, w, self.slots, table))
+        y, _, _, slot_of = steps.rows(self.storage.given(x, ids, w, self.slots, table))
         for first in range(room, len(decided.copied), room):  # what the first turn left at zero
             self._bring(decided.copied[first : first + room], table.fill_(-1))
-            result, ends, _, rows = steps.rows(self.home.given(x, ids, w, self.slots, table))
+            result, ends, _, rows = steps.rows(self.storage.given(x, ids, w, self.slots, table))
             there = rows < ends[-1]
             y[slot_of[there].long()] = result[rows[there].long()]
         if decided.computed:
@@ -93,7 +93,7 @@ class Pretended:
         """The host's rows, each a token with one expert, in the order of tokens and slots."""
         missed = torch.isin(ids, torch.tensor(experts))
         tokens = missed.nonzero()[:, 0]
-        weights = w[missed] if self.home.weighs_input else w.new_ones(len(tokens))
+        weights = w[missed] if self.storage.weighs_input else w.new_ones(len(tokens))
         start = time.perf_counter_ns()
         hand_over = self._hand_over(x[tokens], ids[missed][:, None], weights[:, None])
         self.counters.cpu_ns += time.perf_counter_ns() - start
@@ -104,10 +104,10 @@ class Pretended:
         # after a fork the child has a worker of its own
         key = x.dtype, os.getpid(), options.current()
         if key not in self._requesters:
-            self._requesters[key] = _requester_of(self.home, x.dtype)
+            self._requesters[key] = _requester_of(self.storage, x.dtype)
         requester = self._requesters[key]
         computed = requester.computed(x, ids, w) if requester and len(x) <= CAPACITY else None
-        return self.home.compute(x, ids, w) if computed is None else computed
+        return self.storage.compute(x, ids, w) if computed is None else computed
 
     def _count(self, decided: Split, uses: Tensor, expert_map: Tensor) -> None:
         c, here = self.counters, int(uses[expert_map >= 0].sum())
@@ -115,9 +115,9 @@ class Pretended:
         c.copied, c.computed = c.copied + len(decided.copied), c.computed + len(decided.computed)
 
     def _copy(self, slot: int, expert: int) -> None:
-        for name, t in self.home.tensors.items():
+        for name, t in self.storage.tensors.items():
             copy_alone(self.slots[name][slot], t[expert])
-        self.counters.bytes_copied += self.home.nbytes
+        self.counters.bytes_copied += self.storage.nbytes
 
     def load(self, slot: int, expert: int) -> None:
         """As in `Device`."""
@@ -140,9 +140,9 @@ class Pretended:
         return result
 
 
-def _requester_of(home: Home, dtype: torch.dtype) -> Requester | None:
+def _requester_of(storage: HostStorage, dtype: torch.dtype) -> Requester | None:
     """None where no C++ computes these experts."""
     try:
-        return Requester(home, dtype)
+        return Requester(storage, dtype)
     except (UnsupportedError, BuildError):
         return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..definitions.operations import SPECS, bind
 from ..messages.warn import warn_once
 from .cuda import host_program
-from .device import Home
+from .device import HostStorage
 from .pinned import Staging
 from .worker import Worker, request_buffers
 
@@ -22,8 +22,8 @@ class Requester:
     """
 
     @torch.inference_mode(False)  # later calls, in whatever mode, write there
-    def __init__(self, home: Home, dtype: torch.dtype):
-        row = home.features * dtype.itemsize
+    def __init__(self, storage: HostStorage, dtype: torch.dtype):
+        row = storage.features * dtype.itemsize
         self._model = Worker.of_process().model(Staging(request_buffers(CAPACITY, row), pin=False))
         tensors = self._model.staging.tensors
         self._rows, self._results = (
@@ -34,10 +34,10 @@ class Requester:
         results, inputs = [], list[Tensor]()
         for rows in (2**i for i in range(CAPACITY.bit_length())):
             taken = self._rows[:rows], self._ids[:rows], self._weights[:rows]
-            call = bind(SPECS["fused_experts"], (), home.arguments(*taken, home.tensors))
+            call = bind(SPECS["fused_experts"], (), storage.arguments(*taken, storage.tensors))
             inputs = [*call.tensors.values()][3:]
             results.append((rows, host_program(call)))
-        self._layer = self._model.layer(self._model.programs(results), inputs, home.in_files)
+        self._layer = self._model.layer(self._model.programs(results), inputs, storage.in_files)
 
     def computed(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor | None:
         """The rows [m, H] of x with one expert each; None, after a warning, if no answer comes."""

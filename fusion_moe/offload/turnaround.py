@@ -14,7 +14,7 @@ from ..runtime.faults import synchronize
 from ..runtime.host_memory import pages
 from . import launches
 from .cuda import large_of, layout_of, shapes_of
-from .device import Home
+from .device import HostStorage
 from .launches import Kernel, Parts, Shape
 from .moves import COPYING, Moves, Shared
 from .pinned import Pinned, pinned
@@ -33,9 +33,9 @@ class Turnaround:
     def __init__(self, device: torch.device, features: int, tokens: int, k: int, copies: bool):
         shared = Shared(tokens * k, features, torch.bfloat16, device)
         programs = shared.model.programs([(tokens * k, nothing(tokens * k))])
-        self.home = Pinned(pages.empty((_EXPERTS, _BYTES), torch.uint8).zero_())
+        self.storage = Pinned(pages.empty((_EXPERTS, _BYTES), torch.uint8).zero_())
         slots = torch.zeros(_EXPERTS + k, _BYTES, dtype=torch.uint8, device=device)
-        parts = Parts([Shape.of(self.home.tensor)], [self.home.address], [slots])
+        parts = Parts([Shape.of(self.storage.tensor)], [self.storage.address], [slots])
         costs = [_NEVER, *[0] * 7] if copies else [*[0] * 4, _NEVER, 0, 0, 0]
         layer = shared.model.layer(programs, [])
         self.moves = Moves(parts, _EXPERTS, _EXPERTS, k, costs, shared, layer)
@@ -69,12 +69,12 @@ class Turnaround:
 
 
 class Copier:
-    """copier(first, count): copies experts of a home to the GPU by kernels, as steps do, and waits.
-    most: how many at once.
+    """copier(first, count): copies experts of a host storage to the GPU by kernels, as steps do,
+    and waits. most: how many at once.
     """
 
-    def __init__(self, device: torch.device, home: Home, most: int):
-        self.device, self.home, self.most = device, home, most
+    def __init__(self, device: torch.device, storage: HostStorage, most: int):
+        self.device, self.storage, self.most = device, storage, most
         self._load: Kernel | None = None
 
     def __call__(self, first: int, count: int) -> None:
@@ -88,13 +88,13 @@ class Copier:
             stream.synchronize()
 
     def _begin(self) -> None:
-        shapes = shapes_of(self.home, layout_of(self.home, self.device))
-        large, slots = large_of(self.home), self.home.empty(self.most, self.device)
-        self._homes = [
+        shapes = shapes_of(self.storage, layout_of(self.storage, self.device))
+        large, slots = large_of(self.storage), self.storage.empty(self.most, self.device)
+        self._stored = [
             pinned(t) if name in large else Pinned(t.to(self.device), pin=False)
-            for name, t in self.home.tensors.items()
+            for name, t in self.storage.tensors.items()
         ]
-        addresses = [home.address for home in self._homes]
+        addresses = [storage.address for storage in self._stored]
         self._parts = Parts([*shapes.values()], addresses, [*slots.values()])
 
 

@@ -61,9 +61,9 @@ def offloaded(
 ) -> OffloadedExperts:
     """spare: usually so many that all have kernels for the same number of matrices."""
 
-    def make(home):
-        ours = shared_of(home, torch.device("cuda", 0), **shared)
-        return Cuda(home, slots, spare or ALL - slots, constants, ours)
+    def make(storage):
+        ours = shared_of(storage, torch.device("cuda", 0), **shared)
+        return Cuda(storage, slots, spare or ALL - slots, constants, ours)
 
     return OffloadedExperts.of(of, make, Cache(E, slots), every)
 
@@ -285,7 +285,7 @@ def test_homes_in_files(tmp_path):
     with pages.in_files(tmp_path):
         _into_files(plain)
     found = offloaded(plain, 8, COPIES, every=2, spare=4)
-    assert found.home.in_files
+    assert found.storage.in_files
     for tokens in (1, 8, 40, 3, 200):
         args = call(tokens, seed=tokens)
         assert_near(found(*args), on_cpu(plain, *args))
@@ -316,11 +316,11 @@ def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
     plain = layer(encoding)
     found = offloaded(plain, E)
     device = found.device
-    for name, t in found.home.tensors.items():
+    for name, t in found.storage.tensors.items():
         want = t.cuda()
         base, is_list, part = name.rstrip("]").partition("[")
         if device.layout == W16X64.name and is_list:
-            parts = [found.home.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
+            parts = [found.storage.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
             want = W16X64.pack(*parts, encoding=plain.encoding)[int(part)] if part in "01" else want
         torch.cuda.synchronize()
         assert torch.equal(device.slots[name][:E].view(torch.uint8), want.view(torch.uint8)), name

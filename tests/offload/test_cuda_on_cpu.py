@@ -110,9 +110,9 @@ def gpu(folder, monkeypatch):
 
 
 def offloaded(plain: Experts, slots: int, constants=BOTH, spare=E, every=0, **more):
-    def make(home):
-        shared = shared_of(home, torch.device("cpu", 0), ROWS, **more)
-        return Cuda(home, slots, spare, constants, shared)
+    def make(storage):
+        shared = shared_of(storage, torch.device("cpu", 0), ROWS, **more)
+        return Cuda(storage, slots, spare, constants, shared)
 
     return OffloadedExperts.of(plain, make, Cache(E, slots), every)
 
@@ -152,7 +152,7 @@ def test_a_step_without_misses_leaves_the_host_alone(monkeypatch):
     plain = encoded("nvfp4")
     found = offloaded(plain, E, COMPUTES)
     moves, named = found.device.moves, torch.tensor([1, 2, 0])
-    moves.parts._memory[2::9] = 0  # of homes
+    moves.parts._memory[2::9] = 0  # of the host storage
     monkeypatch.setattr(Shared, "buffers", property(lambda self: [0] * 5))
     for count in (1, 3, 16):
         x, ids, w = tokens(count, seed=count)
@@ -174,7 +174,7 @@ def test_homes_in_files(slots, encoding, tmp_path, monkeypatch):
     with pages.in_files(tmp_path):
         _into_files(plain)
     found = offloaded(plain, slots, COPIES, spare=2, every=2)
-    assert found.home.in_files
+    assert found.storage.in_files
     for step, count in enumerate((1, 16, 7, 2, 9, 4)):
         x, ids, w = tokens(count, seed=step)
         assert torch.equal(found(x, ids, w), plain(x, ids, w)), count

@@ -97,9 +97,9 @@ def test_misses_are_those_of_the_split(folder):
 def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
     copy = library(folder, name="experts").copy
     of, g = ENCODINGS[encoding], torch.Generator().manual_seed(0)
-    home = quantize(torch.randn(5, n, k, generator=g), of)
+    storage = quantize(torch.randn(5, n, k, generator=g), of)
     bias = torch.randn(5, n + 3, generator=g).bfloat16()
-    tensors = [*home, bias, bias[:, :n].clone()]
+    tensors = [*storage, bias, bias[:, :n].clone()]
     parts = [*of.parts, None, None]
     slots = [torch.zeros((4, *t.shape[1:]), dtype=t.dtype) for t in tensors]
     shapes = [
@@ -113,7 +113,7 @@ def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
         ctypes.c_int64(3),
         ctypes.c_int64(1),
     )
-    want = [*W16X64.pack(*home[:2], encoding=of), *tensors[2:]]
+    want = [*W16X64.pack(*storage[:2], encoding=of), *tensors[2:]]
     for found, t in zip(slots, want, strict=True):
         assert torch.equal(found[1:].view(torch.uint8), t[experts].view(torch.uint8))
         assert not found[:1].view(torch.uint8).any()

@@ -11,7 +11,7 @@ from fusion_moe import options
 from fusion_moe.encodings import NVFP4, Quantized
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.offload import machine
-from fusion_moe.offload.device import Home
+from fusion_moe.offload.device import HostStorage
 from fusion_moe.offload.machine import EXPECTED, Machine, copy_alone
 from fusion_moe.offload.requester import Requester
 from fusion_moe.offload.worker import library
@@ -41,14 +41,14 @@ def made_layer(experts: int, hidden: int, inner: int) -> NVFP4Experts:
 
 
 def test_measured_once(tmp_path):
-    home, copied = Home(made_layer(16, 256, 128)), set[str]()
+    storage, copied = HostStorage(made_layer(16, 256, 128)), set[str]()
 
-    def copier(home: Home) -> machine.Copy:
-        slot = {name: torch.zeros_like(t[0]) for name, t in home.tensors.items()}
+    def copier(storage: HostStorage) -> machine.Copy:
+        slot = {name: torch.zeros_like(t[0]) for name, t in storage.tensors.items()}
 
         def copy(first: int, count: int) -> None:
             for i in range(first, first + count):
-                for name, t in home.tensors.items():
+                for name, t in storage.tensors.items():
                     copy_alone(slot[name], t[i])
             copied.update(name for name, t in slot.items() if t.any())
 
@@ -56,21 +56,21 @@ def test_measured_once(tmp_path):
 
     library()  # is not compiled into another folder
     with options.override(cache_dir=str(tmp_path)):
-        found = machine.measured("a device", home, copier(home), lambda: (1000, 2000))
-        again = machine.measured("a device", home, copier(home), lambda: 1 // 0)
-        other = Home(made_layer(1, 128, 64))
+        found = machine.measured("a device", storage, copier(storage), lambda: (1000, 2000))
+        again = machine.measured("a device", storage, copier(storage), lambda: 1 // 0)
+        other = HostStorage(made_layer(1, 128, 64))
         assert machine.measured("a device", other, copier(other), lambda: (1000, 2000)) != found
     assert found == again
     rates = found.cpu, found.cpu_beside, found.macs, found.copy, found.copy_beside
     assert all(1e6 < rate < 1e14 for rate in rates)
     assert found.cpu_start >= 2000
     assert found.copy_start == 2000
-    assert copied == set(home.tensors)
+    assert copied == set(storage.tensors)
 
 
 def test_products_are_timed_by_the_worker():
     """What an expert takes by the constants is what steps pay: no call from Python is in it."""
-    requester = Requester(Home(made_layer(16, 256, 128)), torch.bfloat16)
+    requester = Requester(HostStorage(made_layer(16, 256, 128)), torch.bfloat16)
     x, ids, w = torch.ones(1, 256, dtype=torch.bfloat16), torch.zeros(1, 1).long(), torch.ones(1, 1)
     before = requester.busy()
     requester.computed(x, ids, w)

@@ -171,9 +171,9 @@ def disk(tmp_path, monkeypatch):
     return tmp_path
 
 
-def homes(model) -> list[bool]:
-    """Whether the home of each layer's experts is in files."""
-    return [bool(m.home.in_files) for m in model.modules() if isinstance(m, OffloadedExperts)]
+def stored(model) -> list[bool]:
+    """Whether the storage of each layer's experts is in files."""
+    return [bool(m.storage.in_files) for m in model.modules() if isinstance(m, OffloadedExperts)]
 
 
 @pytest.mark.parametrize("slots", [0, 3])
@@ -182,7 +182,7 @@ def test_short_memory(slots, disk, want, tmp_path_factory):
     more = {"experts_device": "auto" if slots else "cpu", "kv_tokens": 16, "offload_folder": disk}
     memory = {"pretended": room(slots), "cpu": 100}
     model = from_pretrained(MADE / NAME, max_memory=memory, **more)
-    assert homes(model) == [True]
+    assert stored(model) == [True]
     assert list(disk.iterdir()) == []  # files without names
     for _ in range(3):
         assert model(IDS).logits.equal(want)
@@ -196,14 +196,14 @@ def test_short_memory(slots, disk, want, tmp_path_factory):
     with torch.no_grad():
         assert from_pretrained(saved)(IDS).logits.equal(want)
     model = from_pretrained(MADE / NAME, max_memory=memory | {"cpu": "1GB"}, **more)
-    assert homes(model) == [False]
+    assert stored(model) == [False]
 
 
 def test_short_memory_of_a_loaded_model(disk, want):
     model = from_pretrained(MADE / NAME)
     memory = {"pretended": room(3), "cpu": 100}
     found = offload_(model, memory, kv_tokens=16, offload_folder=disk)
-    assert (found.in_files, homes(model)) == (1, [True])
+    assert (found.in_files, stored(model)) == (1, [True])
     assert model(IDS).logits.equal(want)
 
 
@@ -220,7 +220,7 @@ def test_folders(disk, monkeypatch):
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(OptionError, match=r"1 kB free in offload_folder; expected .* last 1 layer"):
         offload_(model, memory, offload_folder=disk, kv_tokens=0)
-    assert not homes(model)
+    assert not stored(model)
 
 
 def test_quantized_model():

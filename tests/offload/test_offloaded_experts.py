@@ -52,7 +52,7 @@ def offloaded(
 ) -> OffloadedExperts:
     cache = Cache(len(plain.down_proj), slots)
     return OffloadedExperts.of(
-        plain, lambda home: Pretended(home, slots, spare, constants), cache, every
+        plain, lambda storage: Pretended(storage, slots, spare, constants), cache, every
     )
 
 
@@ -81,7 +81,7 @@ def test_equal_to_the_plain_module(split, slots, spare):
     assert (c.misses > 0) == (slots < E)
     assert bool(c.copied) == (slots < E and spare > 0 and split != "computes")
     assert bool(c.computed) == (slots < E and (spare == 0 or split != "copies"))
-    assert c.bytes_copied == (c.copied + c.loaded) * found.home.nbytes
+    assert c.bytes_copied == (c.copied + c.loaded) * found.storage.nbytes
 
 
 def encoded(name: str, **more) -> Experts:

@@ -10,12 +10,12 @@ constexpr i32 TILE_ROWS = 16;
 
 enum PartKind : i64 { BYTES = 0, NIBBLES = 1, SCALES = 2 };
 
-// One part of the weights: what each expert has of it, at home and in a slot.
+// One part of the weights: what each expert has of it, on the host and in a slot.
 struct Part {
     i64 kind;
-    const u8* home;
+    const u8* storage;
     u8* slots;
-    i64 home_bytes, slot_bytes;  // of an expert
+    i64 host_bytes, slot_bytes;  // of an expert
     i64 rows, tiles;             // tiles of a row; of BYTES, pieces of an expert
     i64 each;                    // scales of a row of a tile; bytes of a piece: 16 or 2
     const void* table;           // what codes or scales become; null: as they are
@@ -30,7 +30,7 @@ struct Part {
 
     // Copies the unit-th part of an expert into a slot; a warp.
     __device__ __forceinline__ void copy(i64 expert, i64 slot, i64 unit) const {
-        const u8* const from = home + expert * home_bytes;
+        const u8* const from = storage + expert * host_bytes;
         u8* const to = slots + slot * slot_bytes;
         if (kind == BYTES && each == 16) return bytes<uint4>(from, to, unit * PIECES);
         if (kind == BYTES) return bytes<u16>(from, to, unit * PIECES);
