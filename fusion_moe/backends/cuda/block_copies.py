@@ -76,11 +76,11 @@ def kernel(
     numbers; cut: the column from which on they are made in another way.
     """
     *lead, n, k = shape
-    made = {
+    results = {
         kind_of(e): f"{copy.format(scale=scale_class(e))}{{{where}}}" for e, where, copy in copies
     }
     rows, block = elements((*lead, n)), copies[0][0].block
-    if "squares" in made:
+    if "squares" in results:
         tiles = f"MatrixTiles<{known(n)}>{{{size(elements(lead))}}}"
         count: AnySize = elements(lead) * -(-known(n) // BLOCK)
     elif ends is None:
@@ -88,13 +88,13 @@ def kernel(
     else:
         tiles, count = _grouped(source, ends, rows, left, block)
     if block != BLOCK:
-        to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns"))
+        to = ", ".join(results.get(kind, "NoCopy{}") for kind in ("rows", "columns"))
         make = f"make_copies<{number}, {known(k)}>({tiles}, row, {to});"
         return _of_tiles(source, name, [*row, make], count, known(k), block, _FEW_BLOCKS)
     looked_up = str("return [=]" not in row[1]).lower()  # a row is more than its number
-    to = ", ".join(made.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
+    to = ", ".join(results.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     make = f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});"
-    heavy = looked_up == "true" or cut or "squares" in made or known(k) % BLOCK
+    heavy = looked_up == "true" or cut or "squares" in results or known(k) % BLOCK
     few = heavy or sum("load_eight" in line for line in row) > 2
     blocks = _FEW_BLOCKS if few else _MIN_BLOCKS
     return _of_tiles(source, name, [*row, make], count, known(k), BLOCK, blocks)
@@ -108,19 +108,19 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     rows, k = plain(numbers.type.shape[0]), known(numbers.type.shape[-1])
     tiles, count = _grouped(source, ends, rows, left, block)
     parts = source.fusion.producers[packed].values
-    given = ", ".join(source.array(v, left) for v in parts)
+    arguments = ", ".join(source.array(v, left) for v in parts)
     lanes = "Square" if block == BLOCK else "Strips"
-    read = f"read_copy<{lanes}<{k}>>({tiles}, {given}, {source.names[numbers]});"
+    read = f"read_copy<{lanes}<{k}>>({tiles}, {arguments}, {source.names[numbers]});"
     few = _MIN_BLOCKS if block == BLOCK else _FEW_BLOCKS
     return _of_tiles(source, name, [read], count, k, block, few)
 
 
 def transpose_blocks(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
     """The kernel that transposes matrices in blocks of 128 x 128."""
-    (codes, scales), made = op.values, op.outputs
+    (codes, scales), result = op.values, op.outputs
     groups, n, k = codes.type.shape
-    given = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in made)]
-    turn = f"transpose_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(given)});"
+    inputs = [*(source.array(v, left) for v in (codes, scales)), *(source.names[v] for v in result)]
+    turn = f"transpose_blocks<{known(n)}, {known(k)}>({size(plain(groups))}, {', '.join(inputs)});"
     return _of_tiles(source, name, [turn], plain(groups) * -(-known(n) // BLOCK), known(k))
 
 
@@ -129,9 +129,9 @@ def transpose_row_blocks(source: Source, name: str, op: Op, left: Sequence[Value
     (codes, ends), (turned,) = op.values, op.outputs
     rows, k = (plain(d) for d in codes.type.shape)
     tiles, count = _grouped(source, ends, rows, left)
-    given = f"{source.array(codes, left)}, {source.names[turned]}"
+    arguments = f"{source.array(codes, left)}, {source.names[turned]}"
     return _of_tiles(
-        source, name, [f"transpose_row_blocks<{known(k)}>({tiles}, {given});"], count, known(k)
+        source, name, [f"transpose_row_blocks<{known(k)}>({tiles}, {arguments});"], count, known(k)
     )
 
 

@@ -44,7 +44,7 @@ class Copy:
         """Inexpressible for encodings without a kernel, and unless one `unpack` is the only reader,
         after a `relayout` of weights in E2M1.
         """
-        encoding, (made,) = op.encoding, op.outputs
+        encoding, (result,) = op.encoding, op.outputs
         if encoding.name not in (*TRAINED, *e2m1_copies.SCALES):
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
         multiple = VECTOR if encoding.name in block_copies.ENCODINGS else encoding.block
@@ -54,14 +54,15 @@ class Copy:
                 f"quantizing {op.values[0].type} has no kernel here, expected "
                 f"a multiple of {multiple} columns",
             )
-        e2m1, relaid = encoding.name in e2m1_copies.SCALES, fusion.only_reader(made, "relayout")
+        e2m1, relaid = encoding.name in e2m1_copies.SCALES, fusion.only_reader(result, "relayout")
         if e2m1 and relaid and relaid.attrs["layout"] == e2m1_copies.LAYOUT:
-            (made,) = relaid.outputs
-        unpack = fusion.only_reader(made, "unpack")
+            (result,) = relaid.outputs
+        unpack = fusion.only_reader(result, "unpack")
         if unpack is None:
             raise Inexpressible(
                 op,
-                f"{made.name} {made.type} has no kernel here, expected quantize followed by unpack",
+                f"{result.name} {result.type} has no kernel here, expected quantize followed by "
+                "unpack",
             )
         parts = unpack.outputs
         numbers = None if e2m1 else _numbers(fusion, parts)
@@ -86,23 +87,23 @@ def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
     """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises
     like `Copy.of`.
     """
-    found: dict[object, list[Copy]] = {}
+    results: dict[object, list[Copy]] = {}
     for op in fusion.ops:
         if op.kind.name == "quantize":
             alone = op.attrs["encoding"] in e2m1_copies.SCALES
-            found.setdefault(op if alone else op.values[0], []).append(Copy.of(fusion, op))
+            results.setdefault(op if alone else op.values[0], []).append(Copy.of(fusion, op))
     if twice := [
-        of_x for of_x in found.values() if len({copy.in_columns for copy in of_x}) < len(of_x)
+        of_x for of_x in results.values() if len({copy.in_columns for copy in of_x}) < len(of_x)
     ]:
         raise Inexpressible(
             twice[0][-1].op, f"{twice[0][0].op.values[0].name} is quantized twice along an axis"
         )
-    return {of_x[0].op: of_x for of_x in found.values()}
+    return {of_x[0].op: of_x for of_x in results.values()}
 
 
 def saved(fusion: Fusion) -> list[Op]:
     """Each `dequantize` to bf16 of parts that are in memory, with blocks along rows of groups."""
-    found = []
+    results = []
     for op in fusion.ops:
         if op.kind.name != "dequantize" or len(op.values) == 1 or op.attrs["dtype"] != "bf16":
             continue
@@ -110,8 +111,8 @@ def saved(fusion: Fusion) -> list[Op]:
         of_runs = packed.type.encoding in (MXFP8_COLUMNS, FP8_COLUMNS)
         parts = () if pack is None else pack.values
         if parts and of_runs and all(base_of(fusion, v) in fusion.inputs for v in parts):
-            found.append(op)
-    return found
+            results.append(op)
+    return results
 
 
 def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
@@ -174,9 +175,9 @@ def kernels(
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
     """The C++ of the rows of a value, eight columns at a time, and the type of its numbers."""
     *lead, n, k = x.type.shape
-    width, made = known(k), source.elements(without=left, below={_J.name: known(k)})
-    element = made.of(x, reshaped([_M, _J], (elements((*lead, n)), width), x.type.shape))
-    of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
+    width, result = known(k), source.elements(without=left, below={_J.name: known(k)})
+    element = result.of(x, reshaped([_M, _J], (elements((*lead, n)), width), x.type.shape))
+    of_row, of_columns = hoisted(result.statements, FIRST.name, _J.name)
     once, each = written(of_row), of_eight(of_columns, [f"x[v] = {element};"])
     reports = any(", error)" in line for line in once)
     return [

@@ -76,15 +76,15 @@ class Loops(Source):
         return [*self.made_first(sizes, chosen.any_size), *self.once(self._after_routing)]
 
     def _after_routing(self) -> list[KernelSource]:
-        found, left = list[KernelSource](), self.made_later
+        results, left = list[KernelSource](), self.made_later
         for op in self.fusion.ops:
             with naming(op):
-                kernels, done = self._whole(op, f"copies_{len(found)}", left)
-            found += kernels
+                kernels, done = self._whole(op, f"copies_{len(results)}", left)
+            results += kernels
             left = [v for v in left if v not in done]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
-        return found + [
+        return results + [
             self._elementwise(i, values, n, left) for i, (n, values) in enumerate(of_count)
         ]
 
@@ -98,8 +98,8 @@ class Loops(Source):
             return [_SUMMED[op.kind.name](self, op, left)], self._made[op]
         if of_x := self.copies.get(op, ()):
             scale = e2m1_copies.chosen_inside(self.fusion, op)
-            made = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
-            return copies.kernels(self, name, of_x, left), made
+            results = [*(scale.outputs if scale else ()), *(v for c in of_x for v in c.memory)]
+            return copies.kernels(self, name, of_x, left), results
         if op.kind.name in _TURNING and op.outputs[0] in left:
             return [_TURNING[op.kind.name](self, name, op, left)], op.outputs
         if op in self.saved:
@@ -111,61 +111,61 @@ class Loops(Source):
 
     def _logsumexp(self, op: Op, left: Sequence[Value]) -> KernelSource:
         """A warp for each row, which reads it twice: for its largest number, then to sum."""
-        (x,), (y,), found = op.values, op.outputs, reduction(op)
-        over = str(size(found.over))
+        (x,), (y,), result = op.values, op.outputs, reduction(op)
+        over = str(size(result.over))
         body = [
             "const i64 m = i;",
             "float largest = -INFINITY;",
             "{",
             f"    const i64 first = 0, end = {over};",
-            *inner(self._each(x, found, left, "largest = maximum_(largest, {});")),
+            *inner(self._each(x, result, left, "largest = maximum_(largest, {});")),
             "}",
             "largest = max_of_warp(largest);",
             "const float most = std::fabs(largest) == INFINITY ? 0.f : largest;",
-            *_sum_blocks(32, "0", over, self._each(x, found, left, "total += exp_({} - most);")),
+            *_sum_blocks(32, "0", over, self._each(x, result, left, "total += exp_({} - most);")),
             "const float total = log_(sum_of_warp(sum)) + most;",
             f"if (threadIdx.x % 32 == 0) {self.store(y, _M, 'total')}",
         ]
-        return self.for_all_warps("logsumexp", found.rows, body, headers=router.HEADERS)
+        return self.for_all_warps("logsumexp", result.rows, body, headers=router.HEADERS)
 
     def _sum(self, op: Op, left: Sequence[Value]) -> KernelSource:
         """A block for the only row, a warp for each of more, or a thread for each column of each
         row.
         """
-        (x,), (y,), found = op.values, op.outputs, reduction(op)
-        if found.along_memory and found.rows == 1:
-            return self._sum_of_all(x, y, found, left)
-        if found.along_memory:
-            add = self._each(x, found, left, "total += {};")
+        (x,), (y,), result = op.values, op.outputs, reduction(op)
+        if result.along_memory and result.rows == 1:
+            return self._sum_of_all(x, y, result, left)
+        if result.along_memory:
+            add = self._each(x, result, left, "total += {};")
             body = [
-                *_sum_blocks(32, "0", str(size(found.over)), add),
+                *_sum_blocks(32, "0", str(size(result.over)), add),
                 "const float total = sum_of_warp(sum);",
                 f"if (threadIdx.x % 32 == 0) {self.store(y, _M, 'total')}",
             ]
-            return self.for_all_warps("sum", found.rows, body, index="m")
-        made, columns = self.elements(without=left), size(found.columns)
-        term = made.of(x, found.at)
+            return self.for_all_warps("sum", result.rows, body, index="m")
+        output, columns = self.elements(without=left), size(result.columns)
+        term = output.of(x, result.at)
         add = [
             "for (i64 r = first; r < end; ++r) {",
-            *inner([*made.lines, f"total += {term};"]),
+            *inner([*output.lines, f"total += {term};"]),
             "}",
         ]
         body = [
             f"const i64 m = i / {columns}, j = i % {columns};",
-            *_sum_blocks(1, "0", str(size(found.over)), add),
+            *_sum_blocks(1, "0", str(size(result.over)), add),
             self.store(y, _I, "sum"),
         ]
-        return self.for_all("sum", elements((found.rows, found.columns)), body)
+        return self.for_all("sum", elements((result.rows, result.columns)), body)
 
     def _sum_of_all(
         self, x: Value, y: Value, found: Reduction, left: Sequence[Value]
     ) -> KernelSource:
         """One block, whose threads take the terms in turns."""
-        made = self.elements(without=left)
-        term = made.of(x, [i.replaced(_M.name, Number(0)) for i in found.at])
+        result = self.elements(without=left)
+        term = result.of(x, [i.replaced(_M.name, Number(0)) for i in found.at])
         add = [
             f"for (i64 r = first + threadIdx.x; r < end; r += {THREADS}) {{",
-            *inner([*made.lines, f"total += {term};"]),
+            *inner([*result.lines, f"total += {term};"]),
             "}",
         ]
         body = [
@@ -179,16 +179,16 @@ class Loops(Source):
     def _each(self, x: Value, found: Reduction, left: Sequence[Value], line: str) -> list[str]:
         """`line` for each term of a row that a lane takes: eight columns at a time, or one."""
         if not isinstance(found.over, int) or found.over % VECTOR:
-            made = self.elements(without=left)
-            term = made.of(x, found.at)
+            result = self.elements(without=left)
+            term = result.of(x, found.at)
             return [
                 "for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {",
-                *inner([*made.lines, line.format(term)]),
+                *inner([*result.lines, line.format(term)]),
                 "}",
             ]
-        made = self.elements(without=left, below={_J.name: found.over})
-        term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
-        of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
+        result = self.elements(without=left, below={_J.name: found.over})
+        term = result.of(x, [i.replaced(_R.name, _J) for i in found.at])
+        of_row, of_columns = hoisted(result.statements, FIRST.name, _J.name)
         return [
             *written(of_row),
             "#pragma unroll 4",
@@ -202,12 +202,12 @@ class Loops(Source):
         """A block for each group and 32 columns: its warps divide the rows, and their sums are
         added.
         """
-        (x, ends), (y,), made = op.values, op.outputs, self.elements(without=left)
+        (x, ends), (y,), result = op.values, op.outputs, self.elements(without=left)
         groups, columns = (known(d) for d in y.type.shape)
-        rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), made.of(x, [_R, _J])
+        rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), result.of(x, [_R, _J])
         add = [
             f"for (i64 r = first + threadIdx.x / 32; r < end; r += {_WARPS}) {{",
-            *inner([*made.lines, f"total += {term};"]),
+            *inner([*result.lines, f"total += {term};"]),
             "}",
         ]
         body = [
@@ -232,10 +232,10 @@ class Loops(Source):
             and (rows := exact_div(count, width)) is not None
         ):
             return self._by_eights(i, values, rows, width, left)
-        made = self.elements(without=left)
-        stores = [self.store(v, _I, made.of(v, unflat(_I, v.type.shape))) for v in values]
+        result = self.elements(without=left)
+        stores = [self.store(v, _I, result.of(v, unflat(_I, v.type.shape))) for v in values]
         checks = [] if i else self._checks(count, left)
-        return self.for_all(f"elements_{i}", count, [*checks, *made.lines, *stores])
+        return self.for_all(f"elements_{i}", count, [*checks, *result.lines, *stores])
 
     def _checks(self, count: AnySize, left: Sequence[Value]) -> list[str]:
         """Of ends that are inputs, which elements only search in, by `count` threads."""
@@ -250,14 +250,16 @@ class Loops(Source):
         self, i: int, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value]
     ) -> KernelSource:
         """A thread for eight columns of a row."""
-        made, store = self.elements(without=left, below={_J.name: width}), Store(width)
+        result, store = self.elements(without=left, below={_J.name: width}), Store(width)
         for v in values:
-            element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
+            element = result.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
             store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
         count = elements((rows, width // VECTOR))
         checks = [] if i else self._checks(count, left)
-        return self.for_all(f"elements_{i}", count, [*checks, place, *store.body(made.statements)])
+        return self.for_all(
+            f"elements_{i}", count, [*checks, place, *store.body(result.statements)]
+        )
 
 
 _SUMMED: dict[str, Callable[[Loops, Op, Sequence[Value]], KernelSource]] = {
