@@ -32,6 +32,9 @@ class Direction(Enum):
     DIVISOR = "divisor"
 
 
+_Map = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class StoredPart:
     """A part of an encoding in a file.
@@ -67,58 +70,66 @@ class StoredPart:
         """A stored tensor -> the part; a view if no number changes and none is repeated. Scales of
         matrices become multipliers of this shape. n: the rows of the matrix; None: whole blocks.
         """
-        if self.view is not None:
-            t = t.contiguous().view(self.view)
-        if self.cast is not None:
-            t = t.to(self.cast)
-        if self.flattened:
-            t = t.flatten(-2)
-        if self.high_first:
-            t = t << 4 | t >> 4
-        if self.words is not None:
-            t = self.words.codes(t)
-        if self.transposed:
-            t = t.mT
-        if self.words is not None:
-            return NIBBLES.packed(t) if self._of_nibbles else _first(t, n, 32 // self.words.bits)
-        if self.rows > 1:
-            return _first(as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype), n, self.rows)
-        if self.direction is None:
-            return t.unsqueeze(-1) if self.shape == (-1,) and t.dim() == 1 else t
-        t = t.reshape(matrices)
-        return 1.0 / t if self.direction is Direction.DIVISOR else t
+        for forward, _ in self._steps(matrices, n):
+            t = forward(t)
+        return t
 
     def from_part(self, t: Tensor) -> Tensor:
         """The inverse of `to_part`, with equal values; the scales of matrices, which must all be
         equal, become one. UnsupportedError for rows that do not have equal ones.
         """
-        if self.rows > 1:
-            t = self._of_blocks(t)
-        if self.cast is not None and len(self.dtypes) == 1:
-            t = t.to(self.dtypes[0])
-        if self.direction is not None:
-            t = t.flatten()[0]
-            t = 1.0 / t if self.direction is Direction.DIVISOR else t
-        if self.high_first:
-            t = t << 4 | t >> 4
-        if self.shape is not None:
-            return t.reshape(self.shape)
-        if self.direction is not None:
-            return t
-        if self._of_nibbles:
-            t = NIBBLES.unpacked(t)
-        if self.transposed:
-            t = t.mT
-        if self.words is not None:
-            return self.words.words(t)
-        if self.flattened:
-            t = t.unflatten(-1, (-1, 16))
-        return t.contiguous() if self.view is None else t.contiguous().view(self.dtypes[0])
+        for _, inverse in reversed(self._steps()):
+            t = inverse(t)
+        return t.contiguous()
+
+    def _steps(
+        self, matrices: tuple[int, ...] = (), n: int | None = None
+    ) -> list[tuple[_Map, _Map]]:
+        """What is done to a stored tensor, one after the other, each with its inverse."""
+        view, cast = self.view or torch.uint8, self.cast or torch.float32
+        words, shape = self.words or Words(4), self.shape or ()
+        nibbles, of_matrix = self._of_nibbles, self.direction is not None
+        column = shape == (-1,) and not of_matrix
+        steps: tuple[tuple[bool, _Map, _Map], ...] = (
+            (
+                self.view is not None,
+                lambda t: t.contiguous().view(view),
+                lambda t: t.contiguous().view(self.dtypes[0]),
+            ),
+            (
+                self.cast is not None,
+                lambda t: t.to(cast),
+                lambda t: t.to(self.dtypes[0]) if len(self.dtypes) == 1 else t,
+            ),
+            (self.flattened, lambda t: t.flatten(-2), lambda t: t.unflatten(-1, (-1, 16))),
+            (self.high_first, lambda t: t << 4 | t >> 4, lambda t: t << 4 | t >> 4),
+            (self.words is not None, words.codes, words.words),
+            (self.transposed, lambda t: t.mT, lambda t: t.mT),
+            (nibbles, NIBBLES.packed, NIBBLES.unpacked),
+            (
+                self.words is not None and not nibbles,
+                lambda t: _first(t, n, 32 // words.bits),
+                lambda t: t,
+            ),
+            (self.rows > 1, lambda t: _first(self._of_rows(t), n, self.rows), self._of_blocks),
+            (
+                self.shape is not None,
+                lambda t: t.unsqueeze(-1) if column and t.dim() == 1 else t,
+                lambda t: t.reshape(shape),
+            ),
+            (of_matrix, lambda t: t.reshape(matrices), lambda t: t.flatten()[0]),
+            (self.direction is Direction.DIVISOR, lambda t: 1.0 / t, lambda t: 1.0 / t),
+        )
+        return [(forward, inverse) for applies, forward, inverse in steps if applies]
 
     @property
     def _of_nibbles(self) -> bool:
         """Whether words hold elements, of which the encoding has two in a byte."""
         return self.words is not None and self.words.bits == 4 and self.part == "codes"
+
+    def _of_rows(self, t: Tensor) -> Tensor:
+        """The scales of blocks -> of all rows that blocks have."""
+        return as_bytes(t).repeat_interleave(self.rows, -2).view(t.dtype)
 
     def _of_blocks(self, t: Tensor) -> Tensor:
         """The scales of rows [N, K/128] -> of blocks [ceil(N/128), K/128]."""

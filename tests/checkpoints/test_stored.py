@@ -16,6 +16,7 @@ from bad_calls import message, messages
 from files import MADE, Tensors, at, change, copied, raw, same
 
 from fusion_moe.checkpoints import (
+    Direction,
     Directory,
     StoredWeight,
     method_of,
@@ -62,6 +63,30 @@ def test_schemes_of_directories(name: str) -> None:
             assert (q.shape, q.encoding) == (weight.shape, weight.scheme.encoding)
     for method in METHODS:
         assert stored_weights(directory.tensors, method) == weights
+
+
+ENCODED = [d.name for d in sorted(MADE.iterdir()) if not d.name.startswith("bf16")]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_part_becomes_the_stored_tensor_again(name: str) -> None:
+    """Bit by bit, but for the dtype of scales that are read in another one, and for divisors, each
+    of which is 1 over a multiplier.
+    """
+    directory, weights = weights_of(MADE / name)
+    assert weights
+    for weight in weights.values():
+        parts = weight.parts(directory.read)
+        for part, t in zip(weight.scheme.parts, parts, strict=True):
+            stored = directory.read(weight.entries[part.part].name)
+            each = t if part.direction is None else t.reshape(-1)[:1]
+            again = part.from_part(each).reshape(stored.shape)
+            stored = stored.to(again.dtype) if again.is_floating_point() else stored
+            if part.direction is Direction.DIVISOR:
+                torch.testing.assert_close(again, stored, rtol=2e-7, atol=0)
+                continue
+            bytes_of = [one.contiguous().flatten().view(torch.uint8) for one in (again, stored)]
+            assert torch.equal(*bytes_of), (weight.name, part.part)
 
 
 def _rename(old: str, new: str) -> Callable[[Tensors], None]:
