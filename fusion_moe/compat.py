@@ -1,4 +1,4 @@
-"""Registers our operation under the name that other projects' code calls: on request, never on
+"""Registers our operations under the names that other projects' code calls: on request, never on
 import.
 
 lightning-thunder's inference benchmarks call
@@ -24,8 +24,10 @@ from torch import Tensor
 from torch._library import custom_ops
 
 from .definitions import translate
-from .errors import OptionError, Untranslatable, need_one_of
+from .encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize
+from .errors import OptionError, ShapeError, Untranslatable, need_one_of
 from .ir.builder import FusionDefinition
+from .layouts import SF128X4
 from .target import ACTIVATION_FORMATS
 
 _ARGUMENTS = (
@@ -116,3 +118,132 @@ def _translator(made: Any, activation_format: str) -> Callable[..., Any]:
         )
 
     return translated
+
+
+# Products of two quantized operands ---------------------------------------------------------------
+
+
+def register_nvf_cutlass_products() -> None:
+    """Registers nvFuser's other products, its Python functions of the same names and arguments, as
+    operations `nvf_cutlass::...` for any device:
+
+        nvfp4_scaled_mm             a [M, K/2], b [N, K/2], scales of both in sf128x4, alpha f32[]
+        nvfp4_scaled_mm_blockscale  the same -> codes [M, N/2] and their scales in sf128x4;
+                                    global_normconst f32[] is their encode scale
+        nvfp4_scaled_grouped_mm     a [M, K/2], b [G, N, K/2], alphas f32[G]; scales of a in sf128x4
+                                    for each group, from sf_offsets on; strides are not read
+        mxfp8_scaled_mm             e4m3 a [M, K], b [N, K], scales e8m0 in sf128x4, alpha f32[]
+        mxfp8_scaled_grouped_mm     e4m3 a [M, K], b [G, K, N]; scales f32 [M, K/128] and [G, K/128,
+                                    N/128], for blocks of 128; strides are not read
+
+    Each is made of operations of `fusion_moe`, whose fakes, kernels and errors it has; to
+    torch.compile it is one operation. Rows become the numbers that their codes stand for, exact in
+    float32; products are summed in float32 and multiplied by alpha. It takes the place of another
+    `torch.library.custom_op` of its name.
+    """
+    for name, (arguments, result, function) in _PRODUCTS.items():
+        schema = f"({arguments}) -> {result}"
+        made = torch.library.custom_op(
+            f"nvf_cutlass::{name}", function, mutates_args=(), schema=schema
+        )
+        made.register_fake(function)
+
+
+def _rows(
+    codes: Tensor, scales: Tensor, b: Tensor, of: Encoding, ends: Tensor | None = None
+) -> Tensor:
+    """The numbers f32[M, K] of a quantized operand with scales in sf128x4, for a product with b."""
+    if codes.dim() != 2 or codes.shape[1] != b.shape[-1]:
+        found = f"a {[*codes.shape]}, b {[*b.shape]}"
+        raise ShapeError(found, expected="rows as wide as those of b", where="nvf_cutlass")
+    codes = codes.view(torch.uint8) if of is NVFP4 else codes
+    shape = (codes.shape[0], of.blocks(of.elements(codes.shape[1])))
+    if ends is not None:  # as many rows as groups need, or as many as they may need
+        missing = SF128X4.storage_shape(shape, len(ends))[0] - scales.shape[0]
+        padded = torch.nn.functional.pad(scales.view(torch.uint8), (0, 0, 0, max(0, missing)))
+        scales = padded.view(scales.dtype)
+    linear = SF128X4.inverse(scales, shape, ends)
+    one = [torch.ones((), device=codes.device)] if of is NVFP4 else []
+    return dequantize(Quantized(codes, linear, *one, encoding=of))
+
+
+def _ends(starts: Tensor, rows: Tensor) -> Tensor:
+    """Where groups end that start there; the last one with all rows."""
+    return torch.cat([starts[1:], starts.new_full((1,), rows.shape[0])])
+
+
+def _dense(rows: Tensor, parts: list[Tensor], form: str, dtype: torch.dtype) -> Tensor:
+    """rows [M, K] times one matrix with scales in sf128x4."""
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+    how = {"weight_format": form, "weight_layout": SF128X4.name, "out_dtype": dtype}
+    return torch.ops.fusion_moe.grouped_mm(rows, [t[None] for t in parts], ends, **how)
+
+
+def _nvfp4(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alpha: Tensor, dtype: torch.dtype
+) -> Tensor:
+    parts = [b.view(torch.uint8), sb, alpha.reshape(())]
+    return _dense(_rows(a, sa, b, NVFP4), parts, NVFP4.name, dtype)
+
+
+def _nvfp4_blockscale(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alpha: Tensor, normconst: Tensor
+) -> tuple[Tensor, Tensor]:
+    y = _nvfp4(a, b, sa, sb, alpha, torch.float32)
+    codes, scales, _ = torch.ops.fusion_moe.nvfp4_quantize(y, 1 / normconst.reshape(()))
+    return codes.view(torch.float4_e2m1fn_x2), SF128X4.forward(scales)
+
+
+def _nvfp4_grouped(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alphas: Tensor, *others: Any
+) -> Tensor:
+    *_, problem_sizes, starts, sf_offsets, dtype = others
+    rows, weight = _rows(a, sa, b, NVFP4, _ends(starts, a)), b.view(torch.uint8).transpose(1, 2)
+    of = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
+    return of(rows, weight, sb, alphas, starts, sf_offsets, problem_sizes).to(dtype)
+
+
+def _mxfp8(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alpha: Tensor, dtype: torch.dtype
+) -> Tensor:
+    y = _dense(_rows(a, sa, b, MXFP8), [b, sb], MXFP8.name, torch.float32)
+    return (y * alpha).to(dtype)
+
+
+def _fp8_grouped(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, *others: Any) -> Tensor:
+    *_, starts, dtype = others
+    rows = a.float() * sa.repeat_interleave(128, -1)[:, : a.shape[1]]
+    parts, how = [b.mT.contiguous(), sb.mT.contiguous()], {"out_dtype": dtype}
+    return torch.ops.fusion_moe.grouped_mm(
+        rows, parts, _ends(starts, a), weight_format="fp8", **how
+    )
+
+
+def _tensors(names: str) -> str:
+    return ", ".join(f"Tensor {name}" for name in names.split())
+
+
+_TWO = _tensors("a b scales_a scales_b alpha")
+_DTYPE = "ScalarType out_dtype"
+_STARTS = "problem_sizes expert_offsets"
+# name -> arguments, result, function
+_PRODUCTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "nvfp4_scaled_mm": (f"{_TWO}, {_DTYPE}", "Tensor", _nvfp4),
+    "nvfp4_scaled_mm_blockscale": (
+        f"{_TWO}, Tensor global_normconst",
+        "(Tensor, Tensor)",
+        _nvfp4_blockscale,
+    ),
+    "nvfp4_scaled_grouped_mm": (
+        _tensors(f"a b a_blockscale b_blockscale alphas ab_strides c_strides {_STARTS} sf_offsets")
+        + f", {_DTYPE}",
+        "Tensor",
+        _nvfp4_grouped,
+    ),
+    "mxfp8_scaled_mm": (f"{_TWO}, {_DTYPE}", "Tensor", _mxfp8),
+    "mxfp8_scaled_grouped_mm": (
+        _tensors(f"a b scales_a scales_b stride_a stride_b stride_c {_STARTS}") + f", {_DTYPE}",
+        "Tensor",
+        _fp8_grouped,
+    ),
+}
