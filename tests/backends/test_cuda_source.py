@@ -926,3 +926,9 @@ def test_tiles_are_marked_only_on_request(tokens):
     ]
     assert reads[0] == 0 < reads[1]
     assert not spills(sass(marking))
+
+
+def test_no_lambda_is_generic():
+    """NVRTC of CUDA 12.8 and 13.0 takes those with `auto` parameters for functions of the host."""
+    generic = re.compile(r"\]\s*\([^)]*\bauto\b")
+    assert [p.name for p in KERNELS.rglob("*.cuh") if generic.search(p.read_text())] == []

@@ -299,13 +299,6 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                     x[s] = Bits<T>(wide);
                 }
             }
-            // The s-th row. over, scale: functions of a column, as in Scale.
-            const auto store = [&](const auto& copy, int s, auto over, auto scale) {
-                u32 made[2];
-                make_codes(made, x[s], over);
-                copy.store((tile.first + S::row(s)) * K + j0, made, scale,
-                           S::row(s) < tile.rows && S::there(strip));
-            };
             if constexpr (InRows::MADE) {
                 u32 most[8];
 #pragma unroll
@@ -316,7 +309,11 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                     if (in_rows.scales && threadIdx.x % 4 == 0 && S::row(s) < tile.rows &&
                         S::there(strip))
                         in_rows.scales[(tile.first + S::row(s)) * (K / 32) + j0 / 32] = by.stored;
-                    store(in_rows, s, [&](int) { return by.over; }, [&](int) { return by.scale; });
+                    u32 made[2];
+                    make_codes(made, x[s], [&](int) { return by.over; });
+                    in_rows.store((tile.first + S::row(s)) * K + j0, made,
+                                  [&](int) { return by.scale; },
+                                  S::row(s) < tile.rows && S::there(strip));
                 }
             }
             if constexpr (InColumns::MADE) {
@@ -334,10 +331,13 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                 }
                 store_scales(strip, bytes);
 #pragma unroll
-                for (int s = 0; s < 8; ++s)
-                    store(
-                        in_columns, s, [&](int v) { return over[v]; },
-                        [&](int v) { return scale[v]; });
+                for (int s = 0; s < 8; ++s) {
+                    u32 made[2];
+                    make_codes(made, x[s], [&](int v) { return over[v]; });
+                    in_columns.store((tile.first + S::row(s)) * K + j0, made,
+                                     [&](int v) { return scale[v]; },
+                                     S::row(s) < tile.rows && S::there(strip));
+                }
             }
         }
     });
