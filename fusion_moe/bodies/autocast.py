@@ -42,18 +42,18 @@ def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def casted(
-    spec: Spec, given: Mapping[str, Any], cast: Callable[[Any], Any], dtype: torch.dtype
+    spec: Spec, arguments: Mapping[str, Any], cast: Callable[[Any], Any], dtype: torch.dtype
 ) -> dict[str, Any]:
     """The arguments that change, after casting. cast: makes `dtype` of a tensor of another one, if
     autocast does; leaves the rest.
     """
-    changed = {name: cast(given[name]) for name in spec.autocast}
+    changed = {name: cast(arguments[name]) for name in spec.autocast}
     # weights that are float tensors in row-major order
     if (
-        given.get("weight_format", "") in map(dtype_name, _CAST)
-        and given["weight_layout"] == "linear"
+        arguments.get("weight_format", "") in map(dtype_name, _CAST)
+        and arguments["weight_layout"] == "linear"
     ):
-        changed |= {name: [cast(t) for t in given[name]] for name in spec.weights} | {
+        changed |= {name: [cast(t) for t in arguments[name]] for name in spec.weights} | {
             "weight_format": dtype_name(dtype)
         }
     return changed

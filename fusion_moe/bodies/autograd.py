@@ -303,14 +303,14 @@ def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
     )
 
 
-def split(found: Mapping[int, Any], parts: PartCounts | None, count: int) -> list[Any]:
+def split(gradients: Mapping[int, Any], parts: PartCounts | None, count: int) -> list[Any]:
     """Gradients of inputs, by position, as gradients of the tensors that make up the inputs: a
     part's gradient is a slice.
     """
     if parts is None:
-        return [found.get(i) for i in range(count)]
+        return [gradients.get(i) for i in range(count)]
     each = (
-        [found.get(i)] if n == 0 else found[i].unbind() if i in found else [None] * n
+        [gradients.get(i)] if n == 0 else gradients[i].unbind() if i in gradients else [None] * n
         for i, n in enumerate(parts)
     )
     return list(chain.from_iterable(each))

@@ -51,8 +51,8 @@ def _each(
     return stacked, tree_map(lambda _: 0, first)
 
 
-def _refused(name: str, found: str, *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError(found, expected="a call for each element of the batch", where=name)
+def _refused(name: str, text: str, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(text, expected="a call for each element of the batch", where=name)
 
 
 def implement(name: str) -> None:

@@ -56,28 +56,28 @@ class _Found:
     def of(
         cls,
         program: Program,
-        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         taken: Sequence[Tensor],
         sizes: Mapping[str, int],
         lead: Sequence[int] | None = None,
     ) -> _Found:
-        """For tensors that the caller gives as `given` and the program takes as `taken`. Raises if
-        they do not fit the program.
+        """For tensors that the caller gives as `tensors` and the program takes as `taken`. Raises
+        if they do not fit the program.
         """
-        changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
+        changed = {i: t.shape for i, t in enumerate(taken) if t is not tensors[i]}
         return cls(program, program.sizes(taken, sizes), changed, lead)
 
-    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the program."""
-        tensors = given
+        tensors = inputs
         if self.changed:
             tensors = [
                 fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t
-                for i, t in enumerate(given)
+                for i, t in enumerate(inputs)
             ]
         outputs = self.program.run(tensors, self.sizes)
         if native.wanted():
-            native.offer(self.program.plan_for_native(given, self.sizes))
+            native.offer(self.program.plan_for_native(inputs, self.sizes))
         return outputs
 
 

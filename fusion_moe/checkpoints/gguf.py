@@ -349,9 +349,9 @@ class _Header:
             raise self._broken(f"its header ends after {len(self.data)} bytes")
         return self.data[start : self.at]
 
-    def _broken(self, found: str) -> CheckpointError:
+    def _broken(self, text: str) -> CheckpointError:
         return CheckpointError(
-            found,
+            text,
             expected="a whole file of GGUF",
             todo="download it again",
             where=str(self.file),

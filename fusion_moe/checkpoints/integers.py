@@ -158,9 +158,9 @@ def _group(k: int, groups: int, bits: int, packing: Packing) -> int:
 
 
 def _shape() -> Fixed:
-    def refused(found: Tensor, wanted: Tensor) -> Error:
+    def refused(tensor: Tensor, wanted: Tensor) -> Error:
         return CheckpointError(
-            f"{found.tolist()}", expected=f"{wanted.tolist()}, which the codes have"
+            f"{tensor.tolist()}", expected=f"{wanted.tolist()}, which the codes have"
         )
 
     return Fixed(".weight_shape", torch.int64, lambda n, k, encoding: torch.tensor([n, k]), refused)
@@ -172,10 +172,10 @@ def _order(suffix: str) -> Fixed:
     def made(n: int, k: int, encoding: Encoding) -> Tensor:
         return torch.arange(k, dtype=torch.int32) // (k // encoding.blocks(k))
 
-    def refused(found: Tensor, wanted: Tensor) -> Error:
-        if found.shape != wanted.shape or not torch.equal(found.sort().values, wanted):
+    def refused(tensor: Tensor, wanted: Tensor) -> Error:
+        if tensor.shape != wanted.shape or not torch.equal(tensor.sort().values, wanted):
             return CheckpointError(
-                f"groups of columns {list(found.shape)}, of {found.unique().numel()} numbers",
+                f"groups of columns {list(tensor.shape)}, of {tensor.unique().numel()} numbers",
                 expected=f"{len(wanted)} numbers, each group from 0 to {int(wanted[-1])} as often",
             )
         return UnsupportedError(
@@ -197,7 +197,7 @@ def _middle(part: StoredPart, bits: int, less: int) -> Fixed:
         size = (encoding.blocks(k), n * bits // 32)
         return torch.full(size, word - 2**32 if word >= 2**31 else word, dtype=torch.int32)
 
-    def refused(found: Tensor, wanted: Tensor) -> Error:
+    def refused(tensor: Tensor, wanted: Tensor) -> Error:
         return CheckpointError(
             "several zero points",
             expected=f"{number} in all groups: config.json says sym",

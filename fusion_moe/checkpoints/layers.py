@@ -150,11 +150,11 @@ class Layer:
                     )
 
 
-def need_exactly(written: Tensor, numbers: Tensor, found: str) -> None:
-    """UnsupportedError for numbers that were rounded. found: what they are."""
+def need_exactly(written: Tensor, numbers: Tensor, text: str) -> None:
+    """UnsupportedError for numbers that were rounded. text: what they are."""
     if not torch.equal(written.float(), numbers):
         raise UnsupportedError(
-            found,
+            text,
             expected="numbers that bfloat16 holds",
             todo='convert it to="dense", or quantize it',
             where="convert",

@@ -155,11 +155,11 @@ def split(
     return entries, reads
 
 
-def _order(found: list[_Projection], family: FusedOrder) -> FusedOrder:
+def _order(entries: list[_Projection], family: FusedOrder) -> FusedOrder:
     """How the tensors of a layer lie: as their shapes say, and where these leave it open, as the
     family has them.
     """
-    by = {p.name.rpartition(".")[2]: p for p in found if p.elements is not None}
+    by = {p.name.rpartition(".")[2]: p for p in entries if p.elements is not None}
     up, down = by.get("gate_up_proj") or by.get("up_proj"), by.get("down_proj")
     if up is None or down is None or "qweight" in up.parts:
         return replace(family, transposed=False)

@@ -238,12 +238,12 @@ def _check_zero_points(tensor: Tensor, zero: Scale, name: str) -> None:
 
 
 def _at_first(
-    bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str
+    bad: Tensor, x: Tensor, name: str, text: str, *, expected: str, todo: str
 ) -> NonFiniteError:
     """The error for x [...] at the first True of bad [...]."""
     first = tuple(bad.nonzero()[0].tolist())
-    found = (
-        f"{found} among the {x.numel()} elements of {name} {list(x.shape)}, the first at "
+    text = (
+        f"{text} among the {x.numel()} elements of {name} {list(x.shape)}, the first at "
         f"{first}: {x[first].float().item()}"
     )
-    return NonFiniteError(found, expected=expected, todo=todo)
+    return NonFiniteError(text, expected=expected, todo=todo)

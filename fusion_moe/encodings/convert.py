@@ -134,7 +134,7 @@ def _scale(
     x: Tensor,
     scale: Scale,
     outer: Tensor | float,
-    given: Tensor | None,
+    tensor: Tensor | None,
     encoding: Encoding,
     rule: str,
 ) -> Tensor:
@@ -146,7 +146,7 @@ def _scale(
         if rule in scale.others:
             return least_error(x, size, outer, scale, encoding.element, rule)
         return scale.rounded(size, outer)
-    matrix_scale = matrix_scale_of(x, encoding) if given is None else given
+    matrix_scale = matrix_scale_of(x, encoding) if tensor is None else tensor
     check_matrix_scale(matrix_scale, lead, n, scale)
     check_same_device(x, matrix_scale, scale.part)
     return matrix_scale

@@ -93,10 +93,10 @@ def _best(
 
 
 def _squared_error(
-    x: Tensor, made: Tensor, outer: Tensor, scale: Scale, element: Element
+    x: Tensor, tensor: Tensor, outer: Tensor, scale: Scale, element: Element
 ) -> Tensor:
     assert element.nearest, "of encodings that say other scales"
-    step = outer * made.view(scale.dtype).float()
+    step = outer * tensor.view(scale.dtype).float()
     squares = element.nearest(x / step).mul_(step).sub_(x).square_()
     while len(squares) > 1:  # in an order that does not depend on the device
         squares = squares[0::2] + squares[1::2]

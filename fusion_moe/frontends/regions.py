@@ -107,18 +107,18 @@ class Found:
 _counted = 0  # regions of this process
 
 
-def limit(found: Found, with_: Options) -> None:
+def limit(result: Found, with_: Options) -> None:
     """Leaves the regions beyond the option `bisect_limit`, which counts those of all graphs of a
     process; warns which region is the last that is fused.
     """
     global _counted
-    left, _counted = max(0, with_.bisect_limit - _counted), _counted + len(found.regions)
-    if left < len(found.regions):
-        found.leave(found.regions[left:], "the option bisect_limit leaves it")
+    left, _counted = max(0, with_.bisect_limit - _counted), _counted + len(result.regions)
+    if left < len(result.regions):
+        result.leave(result.regions[left:], "the option bisect_limit leaves it")
     if with_.bisect_limit <= _counted and left:
         warn_once(
             f"bisect_limit = {with_.bisect_limit}: the last region that is fused is\n"
-            f"{found.regions[-1].fusion}"
+            f"{result.regions[-1].fusion}"
         )
 
 

@@ -58,17 +58,17 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     return call
 
 
-def _in_order_of(n: Node, made: Node) -> Node:
+def _in_order_of(n: Node, node: Node) -> Node:
     """A program's result with its dimensions in memory ordered as in `n`, since views after it rely
     on that order.
     """
     order, _ = compute_elementwise_output_logical_to_physical_perm(n.meta["val"])
     if order == sorted(order):
-        return made
+        return node
     back = [order.index(d) for d in range(len(order))]
-    made = _called(n, torch.ops.aten.permute.default, made, order)
-    made = _called(n, torch.ops.aten.clone.default, made, memory_format=torch.contiguous_format)
-    return _called(n, torch.ops.aten.permute.default, made, back)
+    node = _called(n, torch.ops.aten.permute.default, node, order)
+    node = _called(n, torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+    return _called(n, torch.ops.aten.permute.default, node, back)
 
 
 def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node:

@@ -60,10 +60,10 @@ class Chooser(Named):
         raise NotImplementedError
 
 
-def unsupported(engine: str, found: str, expected: str, todo: str) -> UnsupportedError:
+def unsupported(engine: str, text: str, expected: str, todo: str) -> UnsupportedError:
     """The error of what an engine serves, but not with this library."""
     where = f"{engine} with --quantization {NAME}"
-    return UnsupportedError(found, expected=expected, todo=todo, where=where)
+    return UnsupportedError(text, expected=expected, todo=todo, where=where)
 
 
 def refuse(engine: str, cases: Iterable[tuple[bool, str, str, str]]) -> None:

@@ -228,9 +228,9 @@ def _number(op: Op) -> float | None:
     return float(numbers[0]) if len(op.inputs) == 2 and len(numbers) == 1 else None
 
 
-def _refused(found: str, expected: str) -> OptionError:
+def _refused(text: str, expected: str) -> OptionError:
     return OptionError(
-        found,
+        text,
         expected=expected,
         todo="fusion_moe.nn.activation(function) writes the text of a function",
         where="activation",

@@ -60,13 +60,13 @@ def _read(ops: Sequence[Op], output: Value) -> tuple[Value, ...]:
     )
 
 
-def _late(fusion: Fusion, output: Value, made: set[Value]) -> tuple[Op, ...]:
+def _late(fusion: Fusion, output: Value, result: set[Value]) -> tuple[Op, ...]:
     """The operations that make an output from inputs and from values already made, with the ends
     that partition these values' rows.
     """
-    ops = made_again(fusion.ops, [output], made)
+    ops = made_again(fusion.ops, [output], result)
     by = (fusion.ends[g] for v in _read(ops, output) for g in v.type.partitions())
-    return made_again(fusion.ops, [output, *by], made)
+    return made_again(fusion.ops, [output, *by], result)
 
 
 def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Value]) -> Later:

@@ -100,19 +100,21 @@ CONFIGS: dict[str, type[QuantizationConfig]] = {
 }
 
 
-def config_of(given: str | QuantizationConfig, where: str) -> QuantizationConfig:
+def config_of(argument: str | QuantizationConfig, where: str) -> QuantizationConfig:
     """The configuration for a format's name, or the one that is given. OptionError for others."""
-    if isinstance(given, QuantizationConfig):
-        return given
-    if not isinstance(given, str):
+    if isinstance(argument, QuantizationConfig):
+        return argument
+    if not isinstance(argument, str):
         known = (*CONFIGS, *(f"{cls.__name__}()" for cls in CONFIGS.values()))
-        raise OptionError(f"config = {given!r}", expected=f"one of {', '.join(known)}", where=where)
-    if given in ENCODINGS and given not in CONFIGS:
         raise OptionError(
-            f"config = {given!r}",
+            f"config = {argument!r}", expected=f"one of {', '.join(known)}", where=where
+        )
+    if argument in ENCODINGS and argument not in CONFIGS:
+        raise OptionError(
+            f"config = {argument!r}",
             expected=f"one of {', '.join(CONFIGS)}",
             todo="for it, pass a subclass of fusion_moe.nn.QuantizationConfig with this encoding",
             where=where,
         )
-    need_one_of("config", given, CONFIGS, where=where)
-    return CONFIGS[given]()
+    need_one_of("config", argument, CONFIGS, where=where)
+    return CONFIGS[argument]()

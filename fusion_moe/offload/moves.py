@@ -145,12 +145,12 @@ class Moves:
         self._end(dtype, slots)(stream, numbers, blocks=-(-pieces // launches.SUMMING))
         return sums
 
-    def put(self, made: Tensor, ends: Tensor, rows: Tensor, y: Tensor, slot_of: Tensor) -> None:
-        """Puts the rows of `made` that are before the last end to their places in y: rows says
+    def put(self, computed: Tensor, ends: Tensor, rows: Tensor, y: Tensor, slot_of: Tensor) -> None:
+        """Puts the rows of `computed` that are before the last end to their places in y: rows says
         where those of ids are, slot_of where they belong.
         """
-        numbers = [made[0].nbytes, rows.numel(), len(ends)]
-        arrays = ends, rows, slot_of, made, y
+        numbers = [computed[0].nbytes, rows.numel(), len(ends)]
+        arrays = ends, rows, slot_of, computed, y
         self._put(cuda.stream(self.device), [*numbers, *[t.data_ptr() for t in arrays]])
 
     def publish(self, expert_map: Tensor) -> None:

@@ -292,9 +292,9 @@ def _all(model: Model) -> tuple[int, ...]:
     return tuple(layer.experts for layer in model.layers)
 
 
-def _too_small(found: int, needed: int, parts: str, where: str) -> OptionError:
+def _too_small(result: int, needed: int, parts: str, where: str) -> OptionError:
     return OptionError(
-        f"{amount(found, 'B')} of the device's memory",
+        f"{amount(result, 'B')} of the device's memory",
         expected=f"{amount(needed, 'B')}: {parts}",
         todo="raise max_memory (--gpu-memory), or leave room for fewer tokens (kv_tokens, "
         "--kv-tokens, --length)",

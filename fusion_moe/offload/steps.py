@@ -49,13 +49,13 @@ class Steps:
     takes: tuple[str, ...]
     weighs: bool
 
-    def rows(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, ends, row_of and slot_of. given: the operation's tensors, those of a list as name[0],
-        name[1], ...
+    def rows(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, ends, row_of and slot_of. tensors: the operation's tensors, those of a list as
+        name[0], name[1], ...
         """
-        tokens = len(given["ids"])
+        tokens = len(tensors["ids"])
         y, ends, row_of, slot_of = torch.ops.fusion_moe.run(
-            self.resident, [given[name] for name in self.takes], [tokens]
+            self.resident, [tensors[name] for name in self.takes], [tokens]
         )
         return y, ends, row_of, slot_of
 

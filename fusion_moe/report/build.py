@@ -220,7 +220,7 @@ def _segment(
     fusion: str,
     i: int,
     lowered: Lowered,
-    made: Made,
+    result: Made,
     env: Mapping[str, int],
     wanted: _Wanted,
 ) -> SegmentReport:
@@ -240,8 +240,8 @@ def _segment(
         **costs,
         roundings=_roundings(segment),
         schedule=str(segment.plan.schedule or ""),
-        backend=made.backend,
-        backend_why=made.why,
+        backend=result.backend,
+        backend_why=result.why,
         after=tuple(
             f"{fusion}.{j}"
             for j, s in enumerate(lowered.segments)
@@ -249,9 +249,9 @@ def _segment(
         ),
         boundary=segment.boundary,
         ir=text(program),
-        source=made.source,
+        source=result.source,
         layouts=weight_layouts(program, wanted.target),
-        launched=made.launched,
+        launched=result.launched,
     )
 
 

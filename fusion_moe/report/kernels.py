@@ -57,12 +57,12 @@ def made_of(segment: Segment, to: Target, why_not: str, ran: Kernel | None = Non
 
 
 def on_gpu(
-    fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch
+    fusion: Fusion, entries: Sequence[Made], sizes: Mapping[str, int], gpu: Arch
 ) -> tuple[list[Made], dict[str, Any]]:
     """The kernels of a program for CUDA with what is launched for these sizes, and a FusionReport's
     fields about it. UnsupportedError if the option cuda_variant names what does not fit.
     """
-    kernels = [m.kernel for m in made if m.kernel]
+    kernels = [m.kernel for m in entries if m.kernel]
     choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
     texts = [*map(str, choices)]
     if options.current().background_compile:
@@ -74,7 +74,7 @@ def on_gpu(
         replace(m, launched=str(step), source="\n".join(kernel.text for kernel in step.kernels))
         if step
         else m
-        for m, step in zip(made, steps, strict=True)
+        for m, step in zip(entries, steps, strict=True)
     ]
     return launched, {
         "gpu": f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),

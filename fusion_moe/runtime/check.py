@@ -123,14 +123,14 @@ def check_joined(
 
 
 def differences(
-    fusion: Fusion, inputs: Sequence[Any], found: Sequence[Any], want: Sequence[Any], backend: str
+    fusion: Fusion, inputs: Sequence[Any], results: Sequence[Any], want: Sequence[Any], backend: str
 ) -> Iterator[str]:
     """For each output that differs by more than its arithmetic explains, a sentence with the
     largest difference.
 
-    found: what a kernel of `backend` makes of the inputs; want: what the Fusion means.
+    results: what a kernel of `backend` makes of the inputs; want: what the Fusion means.
     """
-    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+    for i, (a, b) in enumerate(zip(results, want, strict=True)):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             yield (
                 f"returns {a.dtype} {list(a.shape)} as output {i} in place of {b.dtype} "

@@ -40,17 +40,17 @@ _DIGITS = 12
 _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
 
 
-def program(made: Program, with_: options.Options) -> Path | None:
+def program(compiled: Program, with_: options.Options) -> Path | None:
     """Writes the stages and segments of a program. Returns its folder; None if none is requested.
     BuildError if writing fails.
     """
     if not with_.dump:
         return None
-    key = key_of(str(made.stages[0][1]), with_.key())[:_DIGITS]
-    folder = Path(with_.dump).expanduser().absolute() / f"{made.target.name}-{key}"
-    for i, (name, fusion) in enumerate(made.stages):
+    key = key_of(str(compiled.stages[0][1]), with_.key())[:_DIGITS]
+    folder = Path(with_.dump).expanduser().absolute() / f"{compiled.target.name}-{key}"
+    for i, (name, fusion) in enumerate(compiled.stages):
         _write(folder / f"{i}-{name}.txt", str(fusion))
-    for i, kernel in enumerate(made.kernels):
+    for i, kernel in enumerate(compiled.kernels):
         _segment(folder, f"segment{i}-{kernel.segment.kind}", kernel)
     return folder
 

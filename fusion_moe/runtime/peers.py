@@ -127,13 +127,13 @@ def tables(
     return taken
 
 
-def _refused(given: Tensor, issued: _Issued | None, group: str) -> Error:
+def _refused(tensor: Tensor, issued: _Issued | None, group: str) -> Error:
     if issued is None:
-        text = f"int64 {list(given.shape)} on {given.device}, which is memory of no ranks"
+        text = f"int64 {list(tensor.shape)} on {tensor.device}, which is memory of no ranks"
     elif issued.group != group:
         text = f"memory of the group {issued.group!r} in an operation of {group!r}"
     else:
-        text = f"{given.numel() - PEERS} ranks of {issued.table.numel() - PEERS}"
+        text = f"{tensor.numel() - PEERS} ranks of {issued.table.numel() - PEERS}"
     return OptionError(
         text,
         expected="the tensor itself that parallelize_(dispatch='symmetric') made for the layer: it "

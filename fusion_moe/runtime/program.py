@@ -134,17 +134,19 @@ class Program:
         )
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
 
-    def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
+    def sizes(
+        self, tensors: Sequence[torch.Tensor], symbols: Mapping[str, int]
+    ) -> Mapping[str, int]:
         """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs
         do not fit their types.
 
         Cached by everything that they depend on: decoding asks for the same sizes again and again.
         """
-        key = (tuple([(t.shape, t.dtype, t.device) for t in tensors]), tuple(given.items()))
+        key = (tuple([(t.shape, t.dtype, t.device) for t in tensors]), tuple(symbols.items()))
         entry = self._remembered.get(key)
         if entry is None:
             _need_one_device(tensors)
-            entry = self._remembered[key] = self.stages[0][1].bind(tensors, given)
+            entry = self._remembered[key] = self.stages[0][1].bind(tensors, symbols)
         return entry
 
     @cached_property
@@ -252,11 +254,11 @@ class Program:
         self,
         i: int,
         kernel: Kernel,
-        made: dict[Value, Any],
+        values: dict[Value, Any],
         env: Mapping[str, int],
         kept: Sequence[Value],
     ) -> None:
-        inputs = [made[v] for v in kernel.segment.inputs]
+        inputs = [values[v] for v in kernel.segment.inputs]
         options.log("launch", "segment %d [%s, %s]", i, kernel.segment.kind, kernel.backend)
         if self.checked:
             outputs = check.checked(i, kernel, inputs, env, self.dumped)
@@ -265,10 +267,10 @@ class Program:
             profiled = profiler._is_profiler_enabled
             with profiler.record_function(name) if profiled else nullcontext():
                 outputs = kernel(inputs, env)
-        made.update(zip(kernel.segment.outputs, outputs, strict=True))
+        values.update(zip(kernel.segment.outputs, outputs, strict=True))
         for v in kernel.segment.inputs:
             if self._last_reader[v] == i and v not in (*self.fusion.outputs, *kept):
-                del made[v]
+                del values[v]
 
     @cached_property
     def _last_reader(self) -> Mapping[Value, int]:

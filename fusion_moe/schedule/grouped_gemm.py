@@ -97,9 +97,9 @@ def describe(fusion: Fusion) -> GroupedGemm:
     )
 
 
-def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
+def _chained(fusion: Fusion, candidates: Sequence[GroupedProduct]) -> str | None:
     """Why products of which one contracts the other's result are not one kernel."""
-    for first, second in combinations((p.op for p in found), 2):
+    for first, second in combinations((p.op for p in candidates), 2):
         if _reads(second, dependent(fusion.ops, first.outputs)):
             return (
                 f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole "

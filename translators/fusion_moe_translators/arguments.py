@@ -130,19 +130,19 @@ def need_parts(name: str, columns: object, activation: Activation) -> None:
 
 
 def need_parameters(
-    given: Value | None, activation: Activation, experts: object, features: object
+    value: Value | None, activation: Activation, experts: object, features: object
 ) -> None:
     """float [E, P, I] or [E, P, 1] for the P parameters of an activation; none if it has none"""
-    shape = None if given is None else tuple(map(plain, given.type.shape))
+    shape = None if value is None else tuple(map(plain, value.type.shape))
     wanted = [(experts, activation.parameters, n) for n in (features, 1)]
     if shape not in (wanted if activation.parameters else [None]):
         raise ShapeError(
-            f"activation_parameters {'None' if given is None else shown(given.type)}",
+            f"activation_parameters {'None' if value is None else shown(value.type)}",
             expected=" or ".join(str([*s]) for s in wanted) if activation.parameters else "None",
             todo="" if activation.parameters else "the activation reads no parameters",
         )
-    if given is not None:
-        need_dtype("activation_parameters", given.type, FLOATS)
+    if value is not None:
+        need_dtype("activation_parameters", value.type, FLOATS)
 
 
 def _listed(dtypes: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ def functions(source: Source, plan: ProductPlan) -> list[str]:
     ]
 
 
-def _refusal(plan: ProductPlan, found: str, expected: str) -> Inexpressible:
+def _refusal(plan: ProductPlan, text: str, expected: str) -> Inexpressible:
     """The error that keeps the products apart: the piece is divided at the later one."""
     later = max((plan.product, *(p.op for p in plan.added)), key=plan.fusion.ops.index)
-    return Inexpressible(later, found, expected=expected)
+    return Inexpressible(later, text, expected=expected)

@@ -158,11 +158,11 @@ class Loops(Source):
         return self.for_all("sum", elements((result.rows, result.columns)), body)
 
     def _sum_of_all(
-        self, x: Value, y: Value, found: Reduction, left: Sequence[Value]
+        self, x: Value, y: Value, value: Reduction, left: Sequence[Value]
     ) -> KernelSource:
         """One block, whose threads take the terms in turns."""
         result = self.elements(without=left)
-        term = result.of(x, [i.replaced(_M.name, Number(0)) for i in found.at])
+        term = result.of(x, [i.replaced(_M.name, Number(0)) for i in value.at])
         add = [
             f"for (i64 r = first + threadIdx.x; r < end; r += {THREADS}) {{",
             *inner([*result.lines, f"total += {term};"]),
@@ -170,24 +170,24 @@ class Loops(Source):
         ]
         body = [
             *self.WAIT,
-            *_sum_blocks(THREADS, "0", str(size(found.over)), add),
+            *_sum_blocks(THREADS, "0", str(size(value.over)), add),
             f"const float total = sum_of_warps<{_WARPS}>(sum_of_warp(sum));",
             f"if (threadIdx.x == 0) {self.store(y, Number(0), 'total')}",
         ]
         return self.kernel("sum", body, 1)
 
-    def _each(self, x: Value, found: Reduction, left: Sequence[Value], line: str) -> list[str]:
+    def _each(self, x: Value, value: Reduction, left: Sequence[Value], line: str) -> list[str]:
         """`line` for each term of a row that a lane takes: eight columns at a time, or one."""
-        if not isinstance(found.over, int) or found.over % VECTOR:
+        if not isinstance(value.over, int) or value.over % VECTOR:
             result = self.elements(without=left)
-            term = result.of(x, found.at)
+            term = result.of(x, value.at)
             return [
                 "for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {",
                 *inner([*result.lines, line.format(term)]),
                 "}",
             ]
-        result = self.elements(without=left, below={_J.name: found.over})
-        term = result.of(x, [i.replaced(_R.name, _J) for i in found.at])
+        result = self.elements(without=left, below={_J.name: value.over})
+        term = result.of(x, [i.replaced(_R.name, _J) for i in value.at])
         of_row, of_columns = hoisted(result.statements, FIRST.name, _J.name)
         return [
             *written(of_row),

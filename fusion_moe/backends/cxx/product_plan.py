@@ -242,24 +242,26 @@ def plan_product(
     )
 
 
-def need_one_width(made: ProductPlan) -> ProductPlan:
+def need_one_width(product_plan: ProductPlan) -> ProductPlan:
     """The plan itself. Inexpressible if it stores rows of several lengths or sums over them, which
     not all kernels can.
     """
-    if made.sums:
-        raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")
-    if not made.one_width:
-        after = dependent(made.fusion.ops, made.product.outputs)
-        widths = {v: made.width_of(v) for v in made.rows}
+    if product_plan.sums:
+        raise Inexpressible(product_plan.sums[0], "a sum over a row's columns has no kernel here")
+    if not product_plan.one_width:
+        after = dependent(product_plan.fusion.ops, product_plan.product.outputs)
+        widths = {v: product_plan.width_of(v) for v in product_plan.rows}
         changing = (
-            o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after
+            o
+            for o in product_plan.fusion.ops
+            if o.kind.name in ("slice", "cat") and o.values[0] in after
         )
         raise Inexpressible(
             next(changing),
             f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are "
             "stored: a kernel's tiles have one width",
         )
-    return made
+    return product_plan
 
 
 @dataclass(frozen=True)
@@ -325,12 +327,12 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
     return wgrad_plan
 
 
-def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
+def _need_inside(fusion: Fusion, product: Op, in_memory: Collection[Value]) -> None:
     """Inexpressible if a value from which the product's operands are computed is read outside,
-    except `made`, which is in memory.
+    except values `in_memory`.
     """
     inside = needed(fusion.ops, product.values)
-    if others := [v for v in fusion.outputs if v in inside and v not in made]:
+    if others := [v for v in fusion.outputs if v in inside and v not in in_memory]:
         v = others[0]
         raise Inexpressible(
             fusion.producers[v],
@@ -350,12 +352,12 @@ def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
     )
 
 
-def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value]) -> None:
+def _need_ends(fusion: Fusion, product: GroupedProduct, in_memory: Collection[Value]) -> None:
     """Inexpressible unless the ends of groups are in memory before the product: they are needed to
     find rows.
     """
     ends = base_of(fusion, product.ends)
-    if ends not in fusion.inputs and ends not in made:
+    if ends not in fusion.inputs and ends not in in_memory:
         raise Inexpressible(
             fusion.producers[ends],
             f"{ends.name} {ends.type}, where groups end, is computed in the prologue",

@@ -66,12 +66,16 @@ class Writer(ABC):
 
     # What is stored -------------------------------------------------------------------------------
 
-    def put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index, column: Index) -> str:
+    def put(
+        self, elements: Elements, v: Value, shape: Sequence[Dim], row: Index, column: Index
+    ) -> str:
         """Stores element (row, column) of a value, viewed as a matrix of a shape with as many
         elements.
         """
         return self.store(
-            v, flat([row, column], shape), made.of(v, reshaped([row, column], shape, v.type.shape))
+            v,
+            flat([row, column], shape),
+            elements.of(v, reshaped([row, column], shape, v.type.shape)),
         )
 
     def store(self, v: Value, at: Index, element: object) -> str:

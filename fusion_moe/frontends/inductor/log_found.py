@@ -18,12 +18,12 @@ def is_logged() -> bool:
     return log.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 
-def log_found(found: Found) -> None:
+def log_found(result: Found) -> None:
     """Reports the fusions as a page of tlparse's report and in the log, and translators at fault as
     warnings.
     """
-    lines = [f"{text(r.fusion)}\n" for r in found.regions] + [
-        f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.not_fused
+    lines = [f"{text(r.fusion)}\n" for r in result.regions] + [
+        f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in result.not_fused
     ]
     report = "\n".join(lines) or "no grouped product in this graph"
     log.debug("%s", report)
@@ -32,6 +32,6 @@ def log_found(found: Found) -> None:
         metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"},
         payload_fn=lambda: report,
     )
-    for x in found.not_fused:
+    for x in result.not_fused:
         if x.broken:
             warn_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")

@@ -70,20 +70,20 @@ class AllToAll:
         self.group, self.ranks, self.experts, self.capacity = group, ranks, experts, capacity
 
     def dispatch(
-        self, module: nn.Module, given: tuple[Tensor, ...]
+        self, module: nn.Module, tensors: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Assignment, torch.Size]]:
         """Hidden states [..., H], ids int[T, k], router weights [T, k] -> [R (C + 1), H] and [R (C
         + 1), k]: what all ranks sent here.
         """
-        ids = next(x for x in given if not x.is_floating_point())
+        ids = next(x for x in tensors if not x.is_floating_point())
         assigned = assign_rows(ids, self.experts, self.ranks, self.capacity)
         if isinstance(self.capacity, int) or self.capacity < 1:
             module.dropped.add_(assigned.dropped.sum())  # type: ignore[operator]
-        flat = (x.reshape(-1, x.shape[-1]) for x in given)
+        flat = (x.reshape(-1, x.shape[-1]) for x in tensors)
         sent = Linear.apply(
             _send, _return, self.group, self.ranks, assigned.token_of, assigned.slot_of, *flat
         )
-        return sent, (assigned, given[0].shape)
+        return sent, (assigned, tensors[0].shape)
 
     def combine(self, y: Tensor, kept: tuple[Assignment, torch.Size]) -> Tensor:
         """[R (C + 1), H] -> [..., H]"""

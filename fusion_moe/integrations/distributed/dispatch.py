@@ -32,7 +32,7 @@ class Dispatcher(Protocol):
     """Wraps the forward of an expert module."""
 
     def dispatch(
-        self, module: nn.Module, given: tuple[Tensor, ...]
+        self, module: nn.Module, tensors: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The tensors on which the module computes, in the order of the given ones, and what
         `combine` needs to know.
@@ -77,10 +77,12 @@ class Everywhere:
         self.there, self.back = (all_gather, reduce_scatter) if sharded else (_same, all_reduce)
 
     def dispatch(
-        self, module: nn.Module, given: tuple[Tensor, ...]
+        self, module: nn.Module, tensors: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], None]:
         """The tensors of all ranks."""
-        return Linear.apply(self.there, self.back, self.group, self.ranks, None, None, *given), None
+        return Linear.apply(
+            self.there, self.back, self.group, self.ranks, None, None, *tensors
+        ), None
 
     def combine(self, y: Tensor, kept: None) -> Tensor:
         """The sums over ranks for the rank's own tokens."""

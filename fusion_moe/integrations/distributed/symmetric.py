@@ -353,8 +353,8 @@ def _why_not_shared(places: Sequence[Place], rank: int) -> str:
     return ""
 
 
-def _need_agreement(found: list[Any]) -> None:
-    for rank, (text, mine) in enumerate((x, found[0]) for x in found):
+def _need_agreement(entries: list[Any]) -> None:
+    for rank, (text, mine) in enumerate((x, entries[0]) for x in entries):
         if text != mine:
             (tokens, row), layers = text
             (tokens_0, row_0), layers_0 = mine

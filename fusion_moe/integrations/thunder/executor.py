@@ -203,11 +203,11 @@ def _would_split(nodes: Sequence[Node]) -> NotFused:
     )
 
 
-def _add(total: Found, found: Found) -> None:
-    total.regions += found.regions
-    total.not_fused += [x for x in found.not_fused if x not in total.not_fused]
-    total.calls += found.calls
-    total.outside += found.outside
+def _add(total: Found, result: Found) -> None:
+    total.regions += result.regions
+    total.not_fused += [x for x in result.not_fused if x not in total.not_fused]
+    total.calls += result.calls
+    total.outside += result.outside
 
 
 executor: FusionMoe = register_executor(FusionMoe())

@@ -136,12 +136,14 @@ def _whole(params: Params) -> tuple[Tensor | None, bool]:
     return (joined(mains), add) if alike else (None, False)
 
 
-def _one_by_one(params: Params, found: Tensor) -> None:
+def _one_by_one(params: Params, tensor: Tensor) -> None:
     """Writes found f32[G, N, K], or [N, K] for each, into the main_grads of the parameters that
     want a gradient.
     """
     for p, grad in zip(
-        params, found.unbind() if len(params) > 1 or params[0].dim() == 2 else (found,), strict=True
+        params,
+        tensor.unbind() if len(params) > 1 or params[0].dim() == 2 else (tensor,),
+        strict=True,
     ):
         if p.requires_grad:
             _main(p).copy_(grad) if _overwrites(p) else _main(p).add_(grad)

@@ -90,13 +90,13 @@ def _theirs(
     modules: Sequence[nn.Module],
     at: int,
     x: Tensor,
-    given: Sequence[Sequence[Tensor]],
+    tensors: Sequence[Sequence[Tensor]],
     channels: Mapping[str, Tensor],
 ) -> tuple[Tensor, int]:
     """The result of a registered fusion, and of how many modules; x and 0 if none was for them."""
     for fusion in fusions.fitting(modules, at):
         end = at + len(fusion.kinds)
-        extras = _beside(modules[at:end], given[at:end], channels)
+        extras = _beside(modules[at:end], tensors[at:end], channels)
         function = fusion.function(*modules[at:end], x, *extras)
         if function is not NotImplemented:
             return function, len(fusion.kinds)
@@ -105,13 +105,13 @@ def _theirs(
 
 def _beside(
     modules: Sequence[nn.Module],
-    given: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Sequence[Tensor]],
     channels: Mapping[str, Tensor],
 ) -> list[Tensor]:
     """What modules take besides x: what is given, and what others before put into channels."""
     results: list[Tensor] = []
     inside: list[str | None] = []
-    for module, tensors in zip(modules, given, strict=True):
+    for module, tensors in zip(modules, inputs, strict=True):
         results += tensors
         if not isinstance(module, MakeExtraOutput):
             continue
@@ -169,7 +169,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _fused(
     modules: Sequence[nn.Module],
     x: Tensor,
-    given: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Sequence[Tensor]],
     is_first_microbatch: bool | None,
 ) -> Tensor:
     """x [..., K] through our modules, as one program."""
@@ -178,7 +178,7 @@ def _fused(
     stages: list[Stage] = []
     # each given tensor and the ends made from it: one tensor, one partition
     divided: list[tuple[Tensor, Tensor]] = []
-    for module, tensors in zip(modules, given, strict=True):
+    for module, tensors in zip(modules, inputs, strict=True):
         if isinstance(module, GroupedLinear):
             if module.in_features != width:
                 raise ShapeError(

@@ -173,9 +173,11 @@ class _Tracked(torch.autograd.Function):
         return None, *_returned(work, by_input, ctx.needs_input_grad[1:])
 
 
-def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> list[Tensor | None]:
+def _returned(
+    work: _Work, entries: Mapping[int, Any], needed: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradient that autograd gets for each tensor of the call."""
-    grads = split(found, work.parts, len(needed))
+    grads = split(entries, work.parts, len(needed))
     first = 0
     for i, n in enumerate(work.parts or [0] * len(needed)):
         if params := work.mains.get(i):
