@@ -17,9 +17,8 @@ from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.gemm import (
+    EitherProduct,
     Gemm,
-    PackedDgrad,
-    PlainProduct,
     Wgrad,
 )
 from fusion_moe.backends.cuda.grouped_mm import Product
@@ -118,7 +117,7 @@ def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
                 assert cubin.exists()
                 assert not spills(sass(cubin))
     products = [[name for name in names if name != "Loops"] for names in found]
-    forward, dgrad = [["Gemm", "PlainProduct"], ["Gemm", "Gemm"]]
+    forward, dgrad = [["Gemm", "EitherProduct"], ["Gemm", "Gemm"]]
     if form.startswith("fp8") and inner % 64 == 0:
         forward = dgrad = ["Fp8Product"] * 2
     wgrad = "Fp8Wgrad" if form == "fp8_block" and inner % 64 == 0 else "Wgrad"
@@ -161,7 +160,7 @@ def test_rounded_weights_that_train_have_kernels(how, dtype):
     assert forward == ["Product", "Product"]
     assert sorted(backward) == sorted(
         ["Product"] * (how != "saved")
-        + ["Gemm" if how == "float" else "PackedDgrad"] * 2
+        + ["Gemm" if how == "float" else "EitherProduct"] * 2
         + ["Wgrad"] * 2
     )
     assert [v.type.dtype for v in made.backward.outputs[2:]] == [dtype_name(dtype)] * 2
@@ -177,7 +176,7 @@ def test_which_kernels_a_layer_has():
     derivative, FC1's, both wgrads, the picking of the router's gradient.
     """
     made = derivative("plain")
-    assert [type(s) for s in sources(made.forward)] == [Gemm, PlainProduct]
+    assert [type(s) for s in sources(made.forward)] == [Gemm, EitherProduct]
     assert sorted(type(s).__name__ for s in sources(made.backward)) == sorted(
         t.__name__ for t in (Gemm, Gemm, Wgrad, Wgrad, Loops)
     )
@@ -328,7 +327,7 @@ def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
     while the next fragments are made.
     """
     made = packed(weight_format, layout)
-    dgrads = [s for s in sources(made.backward) if isinstance(s, PackedDgrad)]
+    dgrads = [s for s in sources(made.backward) if isinstance(s, EitherProduct)]
     assert [bool(s.plan.sums) for s in dgrads] == [True, False]
     for dgrad in dgrads:
         sizes = dict.fromkeys(dgrad.fusion.symbols, tokens)
@@ -362,7 +361,7 @@ def test_a_dgrad_off_the_tile_is_a_product_of_gemm(k, runs, fits):
 
 def test_a_variant_that_fits_no_dgrad_is_for_others():
     (dgrad, _) = (
-        s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, PackedDgrad)
+        s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, EitherProduct)
     )
     sizes = dict.fromkeys(dgrad.fusion.symbols, 512)
     assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes

@@ -44,7 +44,7 @@ from ..inexpressible import Inexpressible
 from . import fp8, gemm
 from .choose import Choice, Step
 from .collective import Collective
-from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
+from .gemm import EitherProduct, Gemm, Wgrad
 from .grouped_mm import Product
 from .heuristics import check_variant
 from .join import join
@@ -86,9 +86,9 @@ def _product(fusion: Fusion) -> Source:
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
     if made.kind == "fprop" and not as_in_torch:
         return Product(need_one_width(made))
-    if not as_in_torch:
-        return _first(made, PackedDgrad, Gemm)
-    return _first(made, *([PlainProduct] if made.kind == "fprop" and made.one_width else []), Gemm)
+    if as_in_torch and not (made.kind == "fprop" and made.one_width):
+        return _first(made, Gemm)
+    return _first(made, EitherProduct, Gemm)
 
 
 def _first(made: Any, *classes: type[Source]) -> Source:

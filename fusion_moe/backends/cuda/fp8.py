@@ -34,7 +34,7 @@ from .gemm import (
 )
 from .grouped_mm import UNQUANTIZED, Product
 from .heuristics import AUTO, Chosen
-from .mma_tile import MMA_THREADS, mma_tile
+from .mma_tile import mma_tile
 from .source import Array, Boxes, KernelSource, Sizes
 from .table import table_of
 from .variants import Variant
@@ -44,7 +44,8 @@ NEEDS = ("mma.e4m3", "cp.async")  # of products of codes: by fp8_mma.cuh, or by 
 ROWS = (FP8_ROWS.name,)  # encodings of rows
 COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
 LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
-_TILE_M, _HALF, _K_BLOCK, _ALIGNED = 128, 128, 128, 16
+_TILE = 128, 256  # of kernels/fp8.cuh, kernels/fp8_wgrad.cuh
+_HALF, _K_BLOCK, _ALIGNED = 128, 128, 16
 _RUN = 32  # columns that share a scale
 _CLUSTER = 2  # blocks that share codes of a wgrad
 # gathered rows, sorted before a product that copies them in boxes: in whole layers that is 2 to 4 %
@@ -202,46 +203,28 @@ class Fp8Product(Product):
     def _product_of_codes(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
         rows, codes = value(self.rows, sizes), [*self._codes, size_class(without_rest)]
-        if not by_wgmma(arch):
-            m, n = mma_tile(_TILE_M, _HALF, plan.groups, arch, read)
-            tiles = bound(rows, min(plan.groups, rows) + 1, m) // m
-            return product_kernel(
-                self,
-                f"Fp8GemmMma<Segment, {m}, {n}>",
-                f"fp8_gemm_mma_{m}x{n}",
-                [*codes, self._matrix_of_codes],
-                tiles * -(-plan.width // (n // read)),
-                arch,
-                {},
-                threads=MMA_THREADS,
-                header="fp8_mma.cuh",
-            )
-        tiles = bound(rows, min(plan.groups, rows) + 1, _TILE_M) // _TILE_M
+        wgmma = by_wgmma(arch)
+        m, n = _TILE if wgmma else mma_tile(_TILE[0], _HALF, plan.groups, arch, read)
+        tiles = bound(rows, min(plan.groups, rows) + 1, m) // m
         weight = Boxes(
             self.array_number(plan.weight[0]),
             "u8",
             (plan.k, plan.n, plan.groups),
             (_K_BLOCK, self._box_rows, 1),
         )
-        rows_of_a = self._operand.boxes(_TILE_M // 2, sizes)
+        rows_of_a = self._operand.boxes(m // 2, sizes)
         if self._sorted:
             number = self.array_number(self._sorted[0])
             rows_of_a = replace(rows_of_a, array=number, sizes=(plan.k, rows))
         return product_kernel(
             self,
-            "Fp8Gemm<Segment>",
             "fp8_gemm",
+            () if wgmma else (m, n),
             codes,
-            tiles * -(-plan.width // (2 * _HALF // read)),
+            tiles * -(-plan.width // (n // read)),
             arch,
             {"a": rows_of_a, "b": weight},
-            header="fp8.cuh",
         )
-
-    @property
-    def _matrix_of_codes(self) -> str:
-        codes = self.names[self.plan.weight[0]]
-        return f"__device__ const u8* b_codes() const {{ return {codes}; }}"
 
     def _make_codes(self) -> list[str]:
         """See kernels/fp8.cuh. UnsupportedError if it does not compute this product."""
@@ -272,6 +255,7 @@ class Fp8Product(Product):
             *quantized,
             f"static constexpr int BOX_ROWS = {self._box_rows};",
             *operand.functions(),
+            f"__device__ const u8* b_codes() const {{ return {self.names[plan.weight[0]]}; }}",
             f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",
             "__device__ const float* scales_of_rows() const { return "
             f"{'a_scales()' if operand.in_boxes else _SORTED_SCALES}; }}",
@@ -329,18 +313,12 @@ class Fp8Wgrad(Wgrad):
         plan, boxes = self.plan, dict[str, Boxes | None]()
         for name, turned in zip("ab", self._turned, strict=True):
             count, width, block = (value(plain(d), sizes) for d in turned.type.shape)
-            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, _TILE_M, 1))
+            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, _TILE[0], 1))
             boxes[name] = of
+        m, n = _CLUSTER * _TILE[0], _TILE[1]
+        tiles = plan.groups * -(-plan.n // m) * -(-plan.k // n) * _CLUSTER
         product = product_kernel(
-            self,
-            f"Fp8Wgrad<Segment, {_CLUSTER}>",
-            "fp8_wgrad",
-            self._functions,
-            plan.groups * -(-plan.n // (_CLUSTER * _TILE_M)) * -(-plan.k // (2 * _HALF)) * _CLUSTER,
-            arch,
-            boxes,
-            header="fp8_wgrad.cuh",
-            cluster=_CLUSTER,
+            self, "fp8_wgrad", (_CLUSTER,), self._functions, tiles, arch, boxes, cluster=_CLUSTER
         )
         return [*self.made_first(sizes, chosen.any_size), product]
 

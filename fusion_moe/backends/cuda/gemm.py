@@ -1,5 +1,6 @@
-"""The CUDA C++ of grouped products of 16-bit matrices stored as in torch, around kernels/gemm.cuh:
-fprop, dgrad and wgrad; and of dgrad with quantized weights.
+"""The CUDA C++ of grouped products whose operands both go through shared memory
+(kernels/product.cuh): fprop, dgrad and wgrad of 16-bit matrices stored as in torch, and dgrad with
+quantized weights.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
-NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in gemm.cuh
+NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in product_wgmma.cuh
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
-HEADER, MMA_HEADER = "gemm.cuh", "gemm_mma.cuh"  # for GPUs with wgmma, and for those without
+# what kernels of products are made of, and where that is: with wgmma, and without
+POLICIES = {
+    "gemm": (("GroupedGemm", "product_wgmma.cuh"), ("GroupedGemmMma", "product_mma.cuh")),
+    "wgrad": (("GroupedWgrad", "product_wgmma.cuh"), ("GroupedWgradMma", "product_mma.cuh")),
+    "fp8_gemm": (("Fp8Gemm", "fp8.cuh"), ("Fp8GemmMma", "fp8_mma.cuh")),
+    "fp8_wgrad": (("Fp8Wgrad", "fp8_wgrad.cuh"), ("Fp8Wgrad", "fp8_wgrad.cuh")),
+}
+_MMA_HEADERS = ("product_mma.cuh", "fp8_mma.cuh")
 _TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
 _BOX_BYTES, _ALIGNED = 128, 16  # of a row
@@ -105,9 +113,7 @@ class Gemm(PlannedSource):
         header = self._reader(self.plan).header if self.packed else None
         threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
         functions = [*self._functions, size_class(without_rest)]
-        return kernel_of_matrices(
-            self, "Gemm", (m, n), functions, tiles, arch, boxes, header, threads
-        )
+        return product_kernel(self, "gemm", (m, n), functions, tiles, arch, boxes, header, threads)
 
     def _weight_boxes(self) -> Boxes | None:
         """Boxes of the matrices, if the columns that a tile's columns read are adjacent."""
@@ -170,7 +176,7 @@ class Gemm(PlannedSource):
     # The struct -----------------------------------------------------------------------------------
 
     def _make_functions(self) -> list[str]:
-        """See kernels/gemm.cuh."""
+        """See kernels/product_wgmma.cuh."""
         plan, columns = self.plan, self._make_stores()
         self._columns_read = len(columns)
         self._check_columns(columns)
@@ -280,9 +286,15 @@ class Gemm(PlannedSource):
 
 
 class EitherProduct(Product):
-    """The source of a planned product: by the kernels for products in any encoding, or by `Gemm`,
+    """The source of a planned product by the kernels for products in any encoding, or by `Gemm`,
     which has no variants.
+
+    `Gemm` has those of 16-bit weights if groups have many rows, or a row's bits may not depend on
+    their number, and a dgrad with a quantized weight if no variant fits, or not the requested one.
+    Rows of several lengths, and sums over them, are stored by the same function in both.
     """
+
+    needs = MMA_NEEDS
 
     def __init__(self, plan: ProductPlan):
         self._gemm = Gemm(plan)
@@ -290,56 +302,27 @@ class EitherProduct(Product):
         self._arrays_of_variants = tuple(self.scratch)
         self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
 
-    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels of one of the two."""
-        return (
-            super().kernels(chosen, sizes, arch)
-            if chosen.size_classes
-            else self._gemm.kernels(chosen, sizes, arch)
-        )
-
-    def uses(self, array: Array, chosen: Chosen) -> bool:
-        """Not the arrays of the other one."""
-        of_variants = array in self._arrays_of_variants
-        return bool(chosen.size_classes) == of_variants and super().uses(array, chosen)
-
-
-class PlainProduct(EitherProduct):
-    """For an fprop with a 16-bit weight: by `Gemm` if groups have many rows, or a row's bits may
-    not depend on their number.
-    """
-
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The kernels; no variants if by `Gemm`."""
+        if self.plan.kind == "dgrad":
+            with suppress(UnsupportedError):
+                return super().choose(sizes, arch, variant)
+            return Chosen()
         rows = value(self.rows, sizes)
         many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
         return Chosen() if many and variant == AUTO else super().choose(sizes, arch, variant)
 
-
-class PackedDgrad(EitherProduct):
-    """For a dgrad with a quantized weight: by `Gemm` if no variant fits, or not the requested one.
-
-    Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
-    """
-
-    needs = MMA_NEEDS
-
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; no variants if by `Gemm`."""
-        with suppress(UnsupportedError):
-            return super().choose(sizes, arch, variant)
-        return Chosen()
-
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two, and those for sums."""
-        made = super().kernels(chosen, sizes, arch)
-        if chosen.size_classes:
-            made += self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))
-        return made
+        if not chosen.size_classes:
+            return self._gemm.kernels(chosen, sizes, arch)
+        sums = self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))
+        return [*super().kernels(chosen, sizes, arch), *sums]
 
     def uses(self, array: Array, chosen: Chosen) -> bool:
-        """As in `EitherProduct`; both sum parts of rows."""
-        return array.name == PARTIAL_SUMS or super().uses(array, chosen)
+        """Not the arrays of the other one, but parts of sums."""
+        by_variants = bool(chosen.size_classes) == (array in self._arrays_of_variants)
+        return array.name == PARTIAL_SUMS or (by_variants and super().uses(array, chosen))
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
         """The functions `result` and `array`, or `store`: see kernels/epilogue_transpose.cuh."""
@@ -385,7 +368,7 @@ class Wgrad(Source):
         return []
 
     def _make_functions(self) -> list[str]:
-        """See kernels/gemm.cuh."""
+        """See kernels/product_wgmma.cuh."""
         plan = self.plan
         boxes = ", ".join(
             f"{o.name.upper()}_BOXES = {str(o.in_boxes).lower()}" for o in self.operands
@@ -408,7 +391,7 @@ class Wgrad(Source):
         tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
         made = [kernel for operand in self.operands for kernel in operand.made()]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
-        product = kernel_of_matrices(self, "Wgrad", (m, n), self._functions, tiles, arch, boxes)
+        product = product_kernel(self, "wgrad", (m, n), self._functions, tiles, arch, boxes)
         return [reset_tile_counter(self), *self.made_first(sizes, chosen.any_size), *made, product]
 
     @property
@@ -531,56 +514,37 @@ def size_class(without_rest: bool) -> str:
 
 
 def by_wgmma(arch: Arch) -> bool:
-    """Whether products are those of kernels/gemm.cuh there, not of kernels/gemm_mma.cuh."""
+    """Whether products are those of kernels/product_wgmma.cuh, not of kernels/product_mma.cuh."""
     return not arch.why_not(NEEDS)
-
-
-def kernel_of_matrices(
-    source: Source,
-    what: str,
-    tile: tuple[int, int],
-    functions: Sequence[str],
-    tiles: int,
-    arch: Arch,
-    boxes: Mapping[str, Boxes | None],
-    reader: str | None = None,
-    threads: int = _THREADS,
-) -> KernelSource:
-    """The kernel of a Gemm or Wgrad, by wgmma or without. threads: of that by wgmma."""
-    sizes, name = ", ".join(map(str, tile)), "x".join(map(str, tile))
-    if by_wgmma(arch):
-        kernel, title = f"Grouped{what}<Segment, {sizes}>", f"{what.lower()}_{name}"
-        return product_kernel(source, kernel, title, functions, tiles, arch, boxes, reader, threads)
-    kernel, title = f"Grouped{what}Mma<Segment, {sizes}>", f"{what.lower()}_mma_{name}"
-    return product_kernel(
-        source, kernel, title, functions, tiles, arch, {}, reader, MMA_THREADS, MMA_HEADER
-    )
 
 
 def product_kernel(
     source: Source,
-    kernel: str,
     name: str,
+    tile: Sequence[int],
     functions: Sequence[str],
     tiles: int,
     arch: Arch,
     boxes: Mapping[str, Boxes | None],
     reader: str | None = None,
     threads: int = _THREADS,
-    header: str = HEADER,
     cluster: int = 1,
 ) -> KernelSource:
-    """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes;
-    reader: the header that dequantizes b; cluster: blocks that share tiles.
+    """A persistent kernel of a product: that of `POLICIES` for a GPU, with numbers for its tile.
+
+    boxes: those of operands a and b that it copies in boxes, and threads, by wgmma; reader: the
+    header that dequantizes b; cluster: blocks that share tiles.
     """
-    shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
+    policies, header = POLICIES[name][not by_wgmma(arch)]
+    if header in _MMA_HEADERS:
+        name, boxes, threads = f"{name}_mma", {}, MMA_THREADS
     given = {operand: found for operand, found in boxes.items() if found}
     maps = {operand: f"&map{i}" for i, operand in enumerate(given)}
-    call = f"{kernel}::run(s, {maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});"
     return source.calling(
-        call,
-        name,
-        [*functions, shared],
+        f"run<{policies}<{', '.join(['Segment', *map(str, tile)])}>>(s, "
+        f"{maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});",
+        "_".join([name, *(["x".join(map(str, tile))] if len(tile) > 1 else [])]),
+        [*functions, f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"],
         tiles,
         headers=(reader, header) if reader else (header,),
         threads=threads,

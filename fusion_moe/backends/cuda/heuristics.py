@@ -44,7 +44,7 @@ class SizeClass:
 @dataclass(frozen=True)
 class Chosen:
     """How a segment is computed for certain sizes. size_classes: the kernels of its product, in
-    order; none if it has no product, or one that kernels/gemm.cuh computes, which has no variants.
+    order; none if it has no product, or one by kernels/product.cuh, which has no variants.
 
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in

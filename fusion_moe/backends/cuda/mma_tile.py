@@ -1,4 +1,4 @@
-"""The tiles of kernels/gemm_mma.cuh: the largest of which shared memory holds some stages."""
+"""The tiles of kernels/product_mma.cuh: the largest of which shared memory holds some stages."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ class Table:
     weights of more than 8 bits.
 
     changes: by what happens from there on. "gemm": 16-bit matrices are multiplied by
-    kernels/gemm.cuh; "codes": e4m3 codes by kernels/fp8.cuh; "folded": of weights in few bits that
-    are there in FP8 too, those are read. The first that admits a product counts; the last admits
-    all.
+    kernels/product.cuh; "codes": e4m3 codes by kernels/fp8.cuh; "folded": of weights in few bits
+    that are there in FP8 too, those are read. The first that admits a product counts; the last
+    admits all.
     """
 
     tiled: tuple[Regime, ...]

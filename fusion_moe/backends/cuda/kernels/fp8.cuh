@@ -1,12 +1,11 @@
 // Grouped products of e4m3 codes with e4m3 codes: rows with a scale for 128 columns, matrices with
-// a scale for 128 columns of each row, both through shared memory to wgmma, as in gemm.cuh. Rows
-// come in boxes too: what threads copy piece by piece takes shared memory longer, whose 128 bytes a
-// cycle bound the kernel. So rows that a product gathers are sorted before.
+// a scale for 128 columns of each row, both through shared memory to wgmma, by product_wgmma.cuh.
+// Rows come in boxes too: what threads copy piece by piece takes shared memory longer, whose 128
+// bytes a cycle bound the kernel. So rows that a product gathers are sorted before.
 //
-// The sums of the tensor cores have some 14 bits. So after each K block of 128 columns a consumer
-// multiplies them by both scales and adds them to sums in float32. It multiplies half of a tile's
-// columns at a time, since registers hold only one such set of sums beside the others; meanwhile
-// the other consumer keeps the tensor cores busy.
+// After each K block of 128 columns a consumer multiplies sums by both scales. It multiplies half
+// of a tile's columns at a time, since registers hold only one such set of sums beside the others;
+// meanwhile the other consumer keeps the tensor cores busy.
 //
 // Columns of a tile that follow each other in runs of 32 share a scale. A half has the columns of
 // the product that make HALF_COLUMNS columns of a result. Of a tile with at most 64 rows, or
@@ -14,7 +13,7 @@
 #pragma once
 
 #include "block_copies.cuh"
-#include "gemm.cuh"
+#include "product_wgmma.cuh"
 
 namespace {
 
@@ -69,13 +68,13 @@ __device__ __forceinline__ Vector<u32, 4> load_shared(u32 from) {
 template <class Segment>
 struct Fp8Gemm {
     static constexpr int TILE_M = 128, TILE_N = 256, HALF = 128, K_BLOCK = 128, RUN_COLUMNS = 32;
-    static constexpr int HALF_COLUMNS = HALF / Segment::COLUMNS_PER_RESULT,
-                         TILE_COLUMNS = 2 * HALF_COLUMNS;  // of a result
-    static constexpr i32 N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
+    using Schedule = FpropSchedule<Segment, TILE_M, TILE_N, 64>;
+    using Scheduler = typename Schedule::Scheduler;
+    static constexpr int TILE_COLUMNS = Schedule::TILE_COLUMNS, HALF_COLUMNS = TILE_COLUMNS / 2;
+    static constexpr i32 N_TILES = Schedule::N_TILES,
                          K_BLOCKS = (Segment::K + K_BLOCK - 1) / K_BLOCK;
     static constexpr i32 LAST_COLUMNS = Segment::WIDTH - (N_TILES - 1) * TILE_COLUMNS;
     static constexpr bool LAST_IS_HALF = LAST_COLUMNS <= HALF_COLUMNS;
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1, 1, 1, 64>;
     static constexpr int PRODUCERS = GEMM_PRODUCERS, MOST_STAGES = 6;
     static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
     static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
@@ -83,13 +82,14 @@ struct Fp8Gemm {
     // Whether results go through shared memory: that of a tile's last stage.
     static constexpr bool STAGES_RESULTS =
         !Segment::QUANTIZES && sizeof(typename Segment::Element) == 2;
+    static constexpr int CONSUMER_REGISTERS = 216, PRODUCER_REGISTERS = 72;
 
     struct alignas(16) Scales {
         float a[TILE_M], b[TILE_N / RUN_COLUMNS];
     };
     using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS,
-                          int(sizeof(TileScheduler) + MOST_STAGES * sizeof(Scales) + 512), false,
-                          true, WorkTile>;
+                          int(sizeof(Scheduler) + MOST_STAGES * sizeof(Scales) + 512), false, true,
+                          true, TileQueue<8, WorkTile>>;
     using Stage = typename Ring::Stage;
     static_assert(Ring::STAGES <= MOST_STAGES);
 
@@ -97,33 +97,10 @@ struct Fp8Gemm {
         Ring ring;
         Scales scales[Ring::STAGES];
         u32 most[GEMM_CONSUMERS][64];
-        TileScheduler scheduler;
+        Scheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES &&
-                  4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
-
-    __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
-        extern __shared__ __align__(1024) u8 memory[];
-        Shared& shared = *reinterpret_cast<Shared*>(memory);
-        shared.ring.init();
-        griddepcontrol_wait();
-        griddepcontrol_launch_dependents();
-        i64* error = blockIdx.x == 0 ? s.error : nullptr;
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, Segment::SIZE_CLASS, error,
-                               reinterpret_cast<i32*>(shared.ring.stage));
-        if (threadIdx.x < 128 * GEMM_CONSUMERS) {
-            setmaxnreg_inc<216>();
-            consume(s, shared);
-        } else {
-            setmaxnreg_dec<72>();
-            produce(s, shared, a_map, b_map);
-        }
-    }
 
   private:
-    // Producers
-    // ---------------------------------------------------------------------------------------------
-
     __device__ static __forceinline__ bool is_low(const WorkTile& tile) {
         return tile.m_tile.end - tile.m_tile.first <= TILE_M / 2;
     }
@@ -137,98 +114,7 @@ struct Fp8Gemm {
                                n_tile * TILE_COLUMNS + c / HALF * HALF_COLUMNS + c % HALF_COLUMNS);
     }
 
-    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map,
-                                   const TensorMap* b_map) {
-        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
-        typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker tiles(shared.ring.queue, s.tile_counter, thread == 0);
-        const auto next = [&] {
-            return tiles.next([&](i32 n) { return shared.scheduler.find(n); });
-        };
-        WorkTile tile{{-1}};
-        do {
-            const ScalesOfColumns scales(s, tile, thread);
-            const WorkTile following = next();
-            scales.report_others(s, tile, thread);
-            tile = following;
-            if (tile.there()) copy(s, shared, producer, a_map, b_map, tile, thread);
-        } while (tile.there());
-    }
-
-    __device__ static __forceinline__ void copy(const Segment& s, Shared& shared,
-                                                typename Ring::Producer& producer,
-                                                const TensorMap* a_map, const TensorMap* b_map,
-                                                const WorkTile& tile, i32 thread) {
-        if (tile.m_tile.group == Segment::GROUPS) {  // rows of no group
-            producer.open();
-            if (thread == 0) producer.expect(0);
-            producer.close(false);
-            return;
-        }
-        const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
-                  columns = is_half(tile) ? HALF : TILE_N;
-        const float* a_scales =
-            s.scales_of_rows() +
-            i64(min(tile.m_tile.first + thread, tile.m_tile.end - 1)) * K_BLOCKS;
-        const i32 run = min(thread, TILE_N / RUN_COLUMNS - 1) * RUN_COLUMNS;
-        const auto* b_scales = scales_of_column(s, tile, run);
-        float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
-#pragma unroll 1
-        for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
-            Stage& stage = producer.open();
-            Scales& scales = shared.scales[producer.filling.stage];
-            if (thread == 0) {
-                u64& barrier = producer.expect(TILE_ROW_BYTES * (rows + columns));
-#pragma unroll
-                for (int r = 0; r < TILE_M; r += TILE_M / 2)
-                    if (r < rows)
-                        copy_box(shared_address(stage.a) + r * TILE_ROW_BYTES, *a_map, kb * K_BLOCK,
-                                 tile.m_tile.first + r, barrier);
-#pragma unroll
-                for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
-                    if (c < columns)
-                        copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map, kb * K_BLOCK,
-                                 column(tile.n_tile, c), tile.m_tile.group, barrier);
-            }
-            scales.a[thread] = a_scale;
-            if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
-            const i32 next = min(kb + 1, K_BLOCKS - 1);
-            a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
-            producer.close(false);
-        }
-    }
-
-    // The scales of a thread's columns in the first K block. Others are not looked at: a weight
-    // whose rows have scales of their own differs here too.
-    struct ScalesOfColumns {
-        static constexpr int EACH = TILE_N / PRODUCERS;
-        float own[EACH];
-
-        __device__ __forceinline__ ScalesOfColumns(const Segment& s, const WorkTile& tile,
-                                                   i32 thread) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                own[i] = s.b_scale(*scales_of_column(s, tile, thread + PRODUCERS * i));
-        }
-
-        // Reports columns of a run that do not share a scale.
-        __device__ __forceinline__ void report_others(const Segment& s, const WorkTile& tile,
-                                                      i32 thread) const {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const i32 c = thread + PRODUCERS * i, j = tile.n_tile * TILE_COLUMNS +
-                                                          c / HALF * HALF_COLUMNS +
-                                                          c % HALF_COLUMNS;
-                const u32 scale = __float_as_uint(own[i]),
-                          first = __shfl_sync(WHOLE_WARP, scale, 0);
-                if (u32(tile.m_tile.group) < Segment::GROUPS && j < Segment::WIDTH &&
-                    scale != first)
-                    report(s.error, BAD_SCALE, tile.m_tile.group, column(tile.n_tile, c));
-            }
-        }
-    };
-
-    // Of column c of a tile, or of the last one.
+    // Where the scales of column c of a tile are, or of the last one.
     __device__ static __forceinline__ auto scales_of_column(const Segment& s, const WorkTile& tile,
                                                             i32 c) {
         const i32 group = max(0, min(tile.m_tile.group, Segment::GROUPS - 1)),
@@ -236,9 +122,89 @@ struct Fp8Gemm {
         return s.b_scales() + (i64(group) * Segment::N + row) * K_BLOCKS;
     }
 
-    // Consumers
+  public:
+    // Copies
     // ---------------------------------------------------------------------------------------------
 
+    struct Copies : Producing<Segment, Shared, Ring> {
+        using Base = Producing<Segment, Shared, Ring>;
+        using Base::s, Base::shared, Base::thread, Base::producer, Base::a_map, Base::b_map;
+        static constexpr int EACH = TILE_N / PRODUCERS;  // columns of a thread
+        WorkTile last{{-1}};
+        float own[EACH] = {};  // scales of its columns in the first K block
+
+        __device__ __forceinline__ void copy(const WorkTile& tile) {
+            finish();
+            copy_stages(tile);
+            last = tile;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                own[i] = s.b_scale(*scales_of_column(s, tile, thread + PRODUCERS * i));
+        }
+
+        // Reports columns of a run that do not share a scale, of the last tile: nobody waits for
+        // scales that are only checked. Those of other K blocks are not looked at: a weight whose
+        // rows have scales of their own differs here too.
+        __device__ __forceinline__ void finish() const {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const i32 c = thread + PRODUCERS * i, j = last.n_tile * TILE_COLUMNS +
+                                                          c / HALF * HALF_COLUMNS +
+                                                          c % HALF_COLUMNS;
+                const u32 scale = __float_as_uint(own[i]),
+                          first = __shfl_sync(WHOLE_WARP, scale, 0);
+                if (u32(last.m_tile.group) < Segment::GROUPS && j < Segment::WIDTH &&
+                    scale != first)
+                    report(s.error, BAD_SCALE, last.m_tile.group, column(last.n_tile, c));
+            }
+        }
+
+        __device__ __forceinline__ void copy_stages(const WorkTile& tile) {
+            if (!Schedule::grouped(tile)) {
+                producer.open();
+                if (thread == 0) producer.expect(0);
+                producer.close(false);
+                return;
+            }
+            const int rows = is_low(tile) ? TILE_M / 2 : TILE_M,
+                      columns = is_half(tile) ? HALF : TILE_N;
+            const float* a_scales =
+                s.scales_of_rows() +
+                i64(min(tile.m_tile.first + thread, tile.m_tile.end - 1)) * K_BLOCKS;
+            const i32 run = min(thread, TILE_N / RUN_COLUMNS - 1) * RUN_COLUMNS;
+            const auto* b_scales = scales_of_column(s, tile, run);
+            float a_scale = a_scales[0], b_scale = s.b_scale(b_scales[0]);
+#pragma unroll 1
+            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                Stage& stage = producer.open();
+                Scales& scales = shared.scales[producer.filling.stage];
+                if (thread == 0) {
+                    u64& barrier = producer.expect(TILE_ROW_BYTES * (rows + columns));
+#pragma unroll
+                    for (int r = 0; r < TILE_M; r += TILE_M / 2)
+                        if (r < rows)
+                            copy_box(shared_address(stage.a) + r * TILE_ROW_BYTES, *a_map,
+                                     kb * K_BLOCK, tile.m_tile.first + r, barrier);
+#pragma unroll
+                    for (int c = 0; c < TILE_N; c += Segment::BOX_ROWS)
+                        if (c < columns)
+                            copy_box(shared_address(stage.b) + c * TILE_ROW_BYTES, *b_map,
+                                     kb * K_BLOCK, column(tile.n_tile, c), tile.m_tile.group,
+                                     barrier);
+                }
+                scales.a[thread] = a_scale;
+                if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
+                const i32 next = min(kb + 1, K_BLOCKS - 1);
+                a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
+                producer.close(false);
+            }
+        }
+    };
+
+    // Sums
+    // ---------------------------------------------------------------------------------------------
+
+  private:
     // What a consumer has of a tile: 64 rows, or, of a tile with no more, one half of its columns.
     // GROUPED: whether its rows are of a group, so that the compiler need not ask before each load.
     template <bool SHARES_ROWS, int HALVES, bool GROUPED = true>
@@ -252,52 +218,39 @@ struct Fp8Gemm {
         const Segment& s;
         Shared& shared;
         const WorkTile& tile;
-        const i32 consumer, row;  // of a tile: the first of the thread's two rows, 8 apart
+        // row: the first of the thread's two rows of a tile, 8 apart. The compiler sees that all of
+        // a warp have one consumer.
+        const i32 consumer = __shfl_sync(WHOLE_WARP, threadIdx.x / 128, 0);
+        const i32 row =
+            (SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         float sum[HALVES][HALF / 2] = {};
 
-        __device__ __forceinline__ Part(const Segment& s_, Shared& shared_, const WorkTile& tile_)
-            : s(s_),
-              shared(shared_),
-              tile(tile_),
-              consumer(
-                  __shfl_sync(WHOLE_WARP, threadIdx.x / 128, 0)),  // the compiler sees: uniform
-              row((SHARES_ROWS ? 0 : 64 * consumer) + threadIdx.x / 32 % 4 * 16 +
-                  threadIdx.x % 32 / 4) {}
+        struct Promote {
+            const Part& part;
+            float a[2];
+            Vector<float, 4> b;
+
+            __device__ __forceinline__ int a_row(int) const {
+                return SHARES_ROWS ? 0 : 64 * part.consumer;
+            }
+            __device__ __forceinline__ int b_row(int i) const {
+                return HALF * (SHARES_ROWS ? part.consumer : i);
+            }
+            __device__ __forceinline__ void before(int i, u32 stage) {
+                const Scales& scales = part.shared.scales[stage];
+                if (i == 0) a[0] = scales.a[part.row], a[1] = scales.a[part.row + 8];
+            }
+            __device__ __forceinline__ void meanwhile(int i, u32 stage) {
+                b = load_vector<4>(part.shared.scales[stage].b + b_row(i) / RUN_COLUMNS);
+            }
+            __device__ __forceinline__ float factor(int c) const {
+                return a[c / 2 % 2] * b.at[2 * c / RUN_COLUMNS];
+            }
+        };
 
         // The last stage is not released if results are to go through it.
-        __device__ __forceinline__ void multiply(PipelineState<Ring::STAGES>& reading) {
-#pragma unroll 1
-            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
-                const bool last = STAGES_RESULTS && kb == K_BLOCKS - 1;
-                mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
-                const Stage& stage = shared.ring.stage[reading.stage];
-                const Scales& scales = shared.scales[reading.stage];
-                const float a_scale[2] = {scales.a[row], scales.a[row + 8]};
-                const u64 a = tile_descriptor(shared_address(stage.a) +
-                                              (SHARES_ROWS ? 0 : consumer * 64 * TILE_ROW_BYTES)),
-                          b = tile_descriptor(shared_address(stage.b));
-#pragma unroll
-                for (int i = 0; i < HALVES; ++i) {
-                    const int half = SHARES_ROWS ? consumer : i;
-                    const u64 columns = b + (HALF * TILE_ROW_BYTES >> 4) * half;
-                    float part[HALF / 2];
-                    wgmma_fence();
-                    wgmma_e4m3<false>(part, a, columns);
-#pragma unroll
-                    for (int v = 1; v < K_BLOCK / 32; ++v)
-                        wgmma_e4m3<true>(part, a + 2 * v, columns + 2 * v);
-                    wgmma_commit();
-                    const Vector<float, 4> b_scale = load_vector<4>(scales.b + 4 * half);
-                    wgmma_wait<0>();
-                    if (i == HALVES - 1 && !last) mbarrier_arrive(shared.ring.empty[reading.stage]);
-#pragma unroll
-                    for (int c = 0; c < HALF / 2; ++c)
-                        sum[i][c] =
-                            fmaf(part[c], a_scale[c / 2 % 2] * b_scale.at[2 * c / RUN_COLUMNS],
-                                 sum[i][c]);
-                }
-                if (!last) reading.advance();
-            }
+        __device__ __forceinline__ void multiply(typename Ring::Consumer& mainloop) {
+            mainloop.multiply_codes(sum, K_BLOCKS, Promote{*this}, STAGES_RESULTS);
         }
 
         __device__ __forceinline__ i64 group() const {
@@ -457,71 +410,65 @@ struct Fp8Gemm {
         }
     };
 
-    // Through what nobody else reads any more of the current stage: the consumer's rows, or
-    // columns.
-    template <class Part>
-    __device__ static __forceinline__ void store(const Part& part,
-                                                 const PipelineState<Ring::STAGES>& reading) {
-        if constexpr (Segment::QUANTIZES) {
-            part.store_codes();
-        } else {
-            const Stage& stage = part.shared.ring.stage[reading.stage];
-            const u32 own = Part::SHARED
-                                ? shared_address(stage.b) + part.consumer * HALF * TILE_ROW_BYTES
-                                : shared_address(stage.a) + part.consumer * 64 * TILE_ROW_BYTES;
-            part.store(own + threadIdx.x / 32 % 4 * 16 * TILE_ROW_BYTES);
-        }
-    }
+  public:
+    struct Sums : Consuming<Segment, Shared, Ring> {
+        using Base = Consuming<Segment, Shared, Ring>;
+        using Base::s, Base::shared, Base::mainloop;
 
-    // Lets producers write to the current stage, which this thread may have written to.
-    __device__ static __forceinline__ void release(Shared& shared,
-                                                   PipelineState<Ring::STAGES>& reading) {
-        fence_proxy_async();
-        mbarrier_arrive(shared.ring.empty[reading.stage]);
-        reading.advance();
-    }
-
-    template <bool SHARES_ROWS, int HALVES>
-    __device__ static __forceinline__ void consume_part(const Segment& s, Shared& shared,
-                                                        const WorkTile& tile,
-                                                        PipelineState<Ring::STAGES>& reading) {
-        Part<SHARES_ROWS, HALVES> part(s, shared, tile);
-        part.multiply(reading);
-        if constexpr (STAGES_RESULTS) named_barrier_sync(3 + part.consumer, 128);
-        store(part, reading);
-        if constexpr (STAGES_RESULTS) release(shared, reading);
-    }
-
-    // Rows of no group: results of sums that are zero. They have a stage too.
-    __device__ static __forceinline__ void store_ungrouped(const Segment& s, Shared& shared,
-                                                           WorkTile tile,
-                                                           PipelineState<Ring::STAGES>& reading) {
-        const i32 end = tile.m_tile.end;
-        mbarrier_wait(shared.ring.full[reading.stage], reading.parity);
-#pragma unroll 1
-        for (; tile.m_tile.first < end; tile.m_tile.first = tile.m_tile.end) {
-            tile.m_tile.end = min(tile.m_tile.first + TILE_M / 2, end);
-            store(Part<true, 1, false>(s, shared, tile), reading);
-        }
-        release(shared, reading);
-    }
-
-    __device__ static void consume(const Segment& s, Shared& shared) {
-        PipelineState<Ring::STAGES> reading;
-        typename Ring::Queue::Reader tiles(shared.ring.queue);
-        for (WorkTile tile = tiles.next(); tile.there(); tile = tiles.next()) {
-            mark_tile(threadIdx.x % 128 == 0, false);
-            if (tile.m_tile.group == Segment::GROUPS)
-                store_ungrouped(s, shared, tile, reading);
+        __device__ __forceinline__ void compute(const WorkTile& tile) {
+            if (!Schedule::grouped(tile))
+                store_ungrouped(tile);
             else if (is_low(tile))
-                consume_part<true, 1>(s, shared, tile, reading);
+                compute_part<true, 1>(tile);
             else if (is_half(tile))
-                consume_part<false, 1>(s, shared, tile, reading);
+                compute_part<false, 1>(tile);
             else
-                consume_part<false, 2>(s, shared, tile, reading);
-            mark_tile(threadIdx.x % 128 == 0, true);
+                compute_part<false, 2>(tile);
         }
-    }
+
+        template <bool SHARES_ROWS, int HALVES>
+        __device__ __forceinline__ void compute_part(const WorkTile& tile) {
+            Part<SHARES_ROWS, HALVES> part{s, shared, tile};
+            part.multiply(mainloop);
+            if constexpr (STAGES_RESULTS) named_barrier_sync(3 + part.consumer, 128);
+            store(part);
+            if constexpr (STAGES_RESULTS) release();
+        }
+
+        // Rows of no group: results of sums that are zero. They have a stage too.
+        __device__ __forceinline__ void store_ungrouped(WorkTile tile) {
+            const i32 end = tile.m_tile.end;
+            mbarrier_wait(shared.ring.full[mainloop.reading.stage], mainloop.reading.parity);
+#pragma unroll 1
+            for (; tile.m_tile.first < end; tile.m_tile.first = tile.m_tile.end) {
+                tile.m_tile.end = min(tile.m_tile.first + TILE_M / 2, end);
+                store(Part<true, 1, false>{s, shared, tile});
+            }
+            release();
+        }
+
+        // Through what nobody else reads any more of the current stage: the consumer's rows, or
+        // columns.
+        template <class Part>
+        __device__ __forceinline__ void store(const Part& part) const {
+            if constexpr (Segment::QUANTIZES) {
+                part.store_codes();
+            } else {
+                const Stage& stage = shared.ring.stage[mainloop.reading.stage];
+                const u32 own =
+                    Part::SHARED ? shared_address(stage.b) + part.consumer * HALF * TILE_ROW_BYTES
+                                 : shared_address(stage.a) + part.consumer * 64 * TILE_ROW_BYTES;
+                part.store(own + threadIdx.x / 32 % 4 * 16 * TILE_ROW_BYTES);
+            }
+        }
+
+        // Lets producers write to the current stage, which this thread may have written to.
+        __device__ __forceinline__ void release() {
+            fence_proxy_async();
+            shared.ring.release(mainloop.reading.stage);
+            mainloop.reading.advance();
+        }
+    };
 };
 
 }  // namespace

@@ -1,16 +1,16 @@
 // The product of fp8.cuh by mma, for GPUs without wgmma: rows in e4m3 codes by weights in such
 // codes, with a scale for 128 columns of each row of both.
 //
-// A pair of codes is copied as one number of 16 bits, so that K blocks of gemm_mma.cuh are those of
-// 128 codes that have a scale. Sums of each leave the tensor cores, and are added with the scales
-// of both rows in float32.
+// A pair of codes is copied as one number of 16 bits, so that K blocks of product_mma.cuh are those
+// of 128 codes that have a scale. Sums of each leave the tensor cores, and are added with the
+// scales of both rows in float32.
 #pragma once
 
-#include "gemm_mma.cuh"
+#include "product_mma.cuh"
 
 namespace {
 
-// The product as gemm_mma.cuh copies it.
+// The product as product_mma.cuh copies it.
 template <class Segment>
 struct PairsOfCodes : Segment {
     using Activation = u16;
@@ -31,11 +31,7 @@ template <class Segment, int TILE_M, int TILE_N>
 struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
     using Base = GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N>;
     using Pairs = PairsOfCodes<Segment>;
-    using typename Base::Sums, typename Base::Tile, typename Base::Warp;
-
-    __device__ static void run(const Segment& s, const TensorMap*, const TensorMap*) {
-        MmaPipeline<Fp8GemmMma, Pairs, TILE_M, TILE_N>::run(Pairs(s));
-    }
+    using typename Base::Schedule, typename Base::Sums, typename Base::Tile, typename Base::Warp;
 
     class Sum {
         static constexpr int FRAGMENTS = Warp::FRAGMENTS, BLOCKS = Warp::COLUMNS / 8,
@@ -52,7 +48,7 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
         }
         // The first of the lane's two columns of a result in its i-th block.
         __device__ __forceinline__ i32 column(int i) const {
-            return tile_.n_tile * Base::TILE_COLUMNS + Warp::part() * Warp::EACH + 8 * i +
+            return tile_.n_tile * Schedule::TILE_COLUMNS + Warp::part() * Warp::EACH + 8 * i +
                    threadIdx.x % 4 * 2;
         }
 
@@ -60,7 +56,8 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
         __device__ __forceinline__ Sum(const Pairs& s, const Tile& tile)
             : s_(s),
               tile_(tile),
-              active_(Base::grouped(tile) && tile.m_tile.first + Warp::row() < tile.m_tile.end) {
+              active_(Schedule::grouped(tile) &&
+                      tile.m_tile.first + Warp::row() < tile.m_tile.end) {
             if (!active_) return;
 #pragma unroll
             for (int r = 0; r < FRAGMENTS; ++r)
@@ -125,9 +122,9 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
             Vector<T, 2> two;
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float p[Base::RESULTS];
+                float p[Segment::COLUMNS_PER_RESULT];
 #pragma unroll
-                for (int f = 0; f < Base::RESULTS; ++f)
+                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
                     p[f] = sum[4 * (f * IN_RESULT + i) + 2 * h + e];
                 two.at[e] = s_.template result<I>(safe, i64(tile_.m_tile.group),
                                                   min(column(i) + e, Segment::WIDTH - 1), p);

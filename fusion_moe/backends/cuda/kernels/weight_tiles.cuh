@@ -40,15 +40,32 @@ struct WeightBoxes {
     __device__ __forceinline__ void copy(const Runs&, u32, i32) const {}
 };
 
-// Weights stored [n, k]: a thread copies every STEP-th row of the tile.
+// Rows of a tile of which a thread copies a piece of every STEP-th: those of a matrix; -1: zeros.
+template <int TILE, int THREADS>
+struct PiecesOfRows {
+    static constexpr int STEP = THREADS / 8, COUNT = TILE / STEP;
+    i32 row[COUNT];
+
+    // WIDTH: columns of the matrix; k: the first of those in the tile.
+    template <int WIDTH, class T>
+    __device__ __forceinline__ void copy(u32 to, const T* matrix, i32 k, i32 thread) const {
+        const i32 piece = thread % 8;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            copy_piece<WIDTH>(to + swizzled(thread / 8 + STEP * i, piece), matrix, row[i],
+                              k + 8 * piece, row[i] >= 0);
+    }
+};
+
+// Weights stored [n, k].
 template <class Segment, int TILE_N, int THREADS>
 struct WeightRows {
     using Runs = OneRun<Segment::K>;
     struct Block {};
-    static constexpr int STEP = THREADS / 8, COUNT = TILE_N / STEP;
     const Segment& s;
+    const i32 thread;
     const typename Segment::Activation* matrix;
-    i32 row[COUNT], thread;
+    PiecesOfRows<TILE_N, THREADS> rows;
 
     __device__ __forceinline__ WeightRows(const Segment& s_, i32 thread_)
         : s(s_), thread(thread_) {}
@@ -56,15 +73,12 @@ struct WeightRows {
     __device__ __forceinline__ void begin(i32 group, i32 n_tile) {
         matrix = s.b_matrix(group);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + STEP * i);
+        for (int i = 0; i < rows.COUNT; ++i)
+            rows.row[i] = column_of_tile<Segment, TILE_N>(n_tile, thread / 8 + rows.STEP * i);
     }
 
     __device__ __forceinline__ void copy(const Runs&, u32 to, i32 kb) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            copy_piece<Segment::K>(to + swizzled(thread / 8 + STEP * i, thread % 8), matrix, row[i],
-                                   kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
+        rows.template copy<Segment::K>(to, matrix, kb * GEMM_K_BLOCK, thread);
     }
 };
 

@@ -1,9 +1,9 @@
-// The products of gemm.cuh by mma, for GPUs without wgmma: fprop, dgrad and wgrad.
+// The products of product_wgmma.cuh by mma, for GPUs without wgmma: fprop, dgrad and wgrad.
 //
 // A block's eight warps both copy and multiply. While they multiply a stage of the ring, copies of
 // the next ones are in flight (`cp.async`), also those of the work tile after this one: copying
 // runs ahead over the ends of work tiles, so that nothing waits for memory in an epilogue. Tiles
-// lie in shared memory as in gemm.cuh, from where `ldmatrix` makes fragments; it transposes those
+// lie in shared memory as there, from where `ldmatrix` makes fragments; it transposes those
 // of operands whose rows are contracted.
 //
 //     GroupedGemmMma  [M/g, k] x [G, n, k] or [G, k, n] -> [M/g, n]   fprop, dgrad
@@ -11,7 +11,7 @@
 #pragma once
 
 #include "copy_ring.cuh"
-#include "gemm_tiles.cuh"
+#include "product.cuh"
 
 namespace {
 
@@ -71,21 +71,20 @@ struct WarpTile {
 };
 
 // What a block goes through: the K blocks of its work tiles, of which it copies those that it
-// multiplies soon. A Product says what a work tile is, how a thread copies its part of a K block,
-// and what becomes of sums:
+// multiplies soon. A Product has, beside its Schedule,
 //
-//     Scheduler, build(s, scheduler, scratch)     work tiles, by all threads
-//     Tile, more(scheduler, number), tile(...)    the number-th
-//     k_blocks(tile)                              at least one
+//     k_blocks(tile)                                          at least one
 //     Copies: begin(tile), copy(stage, kb), finish(stage)     finish: after the next product
-//     add(sum, tile, kb, a, b), store(s, tile, sum)
-template <class Product, class Segment, int TILE_M, int TILE_N>
+//     Sum: add(sum, kb, a, b), store(sum)                     of a tile
+template <class Product>
 class MmaPipeline {
+    using Segment = typename Product::Segment;
     struct alignas(1024) Stage {
-        u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
+        u8 a[Product::TILE_M * TILE_ROW_BYTES], b[Product::TILE_N * TILE_ROW_BYTES];
     };
-    using Scheduler = typename Product::Scheduler;
-    using Tile = typename Product::Tile;
+    using Schedule = typename Product::Schedule;
+    using Scheduler = typename Schedule::Scheduler;
+    using Tile = typename Schedule::Tile;
     static constexpr int NUMBERS = 8;  // that a block knows: more than it is ahead
     static constexpr int BESIDE = int(sizeof(Scheduler)) + NUMBERS * int(sizeof(i32));
     static constexpr int FIT = (Segment::MAX_SHARED_BYTES - BESIDE) / int(sizeof(Stage));
@@ -104,15 +103,15 @@ class MmaPipeline {
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        Product::build(s, shared.scheduler, reinterpret_cast<i32*>(shared.stage));
+        Schedule::build(s, shared.scheduler, reinterpret_cast<i32*>(shared.stage));
         Ahead ahead(s, shared);
         const auto copy = [&](i32 stage, i32) { ahead.copy(stage); };
         CopyRing<STAGES> ring;
         ring.begin([&](i32 stage, i32) { ahead.copy(stage), ahead.finish(); });
         for (u32 i = 0;; ++i) {
             const i32 number = shared.number[i % NUMBERS];
-            if (!Product::more(shared.scheduler, number)) return;
-            const Tile tile = Product::tile(shared.scheduler, number);
+            if (!Schedule::more(shared.scheduler, number)) return;
+            const Tile tile = Schedule::tile(shared.scheduler, number);
             typename Product::Sum to(s, tile);
             typename Product::Sums sum = {};
 #pragma unroll 1
@@ -165,66 +164,45 @@ class MmaPipeline {
             const i32 number = shared_.number[asked_ % NUMBERS];
             ++asked_;
             if (threadIdx.x == 0) shared_.number[asked_ % NUMBERS] = claimed_, claim();
-            more_ = Product::more(shared_.scheduler, number);
+            more_ = Schedule::more(shared_.scheduler, number);
             if (!more_) return;
-            const Tile tile = Product::tile(shared_.scheduler, number);
+            const Tile tile = Schedule::tile(shared_.scheduler, number);
             copies_.begin(tile);
             kb_ = 0, k_blocks_ = Product::k_blocks(tile);
         }
     };
 };
 
+// A kernel: by all threads. Nothing is copied in boxes.
+template <class Product, class Segment>
+__device__ __forceinline__ void run(const Segment& s, const TensorMap*, const TensorMap*) {
+    MmaPipeline<Product>::run(typename Product::Segment(s));
+}
+
 // fprop and dgrad
 // -------------------------------------------------------------------------------------------------
 
-template <class Segment, int TILE_M, int TILE_N>
+template <class Segment_, int TILE_M_, int TILE_N_>
 struct GroupedGemmMma {
-    static constexpr int RESULTS = Segment::COLUMNS_PER_RESULT, TILE_COLUMNS = TILE_N / RESULTS;
-    static constexpr int N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    using Warp = WarpTile<TILE_M, TILE_N, RESULTS>;
+    using Segment = Segment_;  // which is made of the kernel's
+    static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;
+    using Schedule = FpropSchedule<Segment, TILE_M, TILE_N>;
+    using Tile = WorkTile;
+    using Warp = WarpTile<TILE_M, TILE_N, Segment::COLUMNS_PER_RESULT>;
     using Sums = typename Warp::Sums;
     using Part = GemmPart<Segment, TILE_N, Warp::COLUMNS>;
     using Weight = typename WeightTilesOf<Segment, TILE_N, MMA_THREADS, false>::type;
     using Runs = typename Weight::Runs;
-    using Scheduler = TileScheduler<Segment::GROUPS, TILE_M, 1>;
-    using WorkTiles = typename Scheduler::WorkTiles;
-    using Tile = WorkTile;
 
-    __device__ static void run(const Segment& s, const TensorMap*, const TensorMap*) {
-        MmaPipeline<GroupedGemmMma, Segment, TILE_M, TILE_N>::run(s);
-    }
-
-    __device__ static void build(const Segment& s, Scheduler& scheduler, i32* scratch) {
-        scheduler.build(s.ends, i32(s.rows()), N_TILES, Segment::SIZE_CLASS,
-                        blockIdx.x == 0 ? s.error : nullptr, scratch);
-    }
-
-    __device__ static __forceinline__ WorkTiles at(const Scheduler& scheduler, i32 number) {
-        WorkTiles tiles(scheduler);
-        tiles.go_to(number);
-        return tiles;
-    }
-    __device__ static __forceinline__ bool more(const Scheduler& scheduler, i32 number) {
-        return at(scheduler, number).more();
-    }
-    __device__ static __forceinline__ Tile tile(const Scheduler& scheduler, i32 number) {
-        return at(scheduler, number).current();
-    }
-
-    // Rows of no group are zeros, for which nothing is copied or multiplied.
-    __device__ static __forceinline__ bool grouped(const Tile& tile) {
-        return tile.m_tile.group < Segment::GROUPS;
-    }
     __device__ static __forceinline__ i32 k_blocks(const Tile& tile) {
-        return grouped(tile) ? Runs::COUNT * Runs::BLOCKS : 1;
+        return Schedule::grouped(tile) ? Runs::COUNT * Runs::BLOCKS : 1;
     }
 
     class Copies {
-        static constexpr int STEP = MMA_THREADS / 8, ROWS = TILE_M / STEP;  // every STEP-th
         const Segment& s_;
+        PickedRows<Segment, TILE_M, MMA_THREADS> rows_;
         Weight weight_;
         Runs runs_;
-        i32 row_[ROWS];
         bool grouped_ = false;
         typename Weight::Block block_;
 
@@ -233,27 +211,16 @@ struct GroupedGemmMma {
             : s_(s), weight_(s, threadIdx.x), runs_(s, 0) {}
 
         __device__ __forceinline__ void begin(const Tile& tile) {
-            grouped_ = grouped(tile);
+            grouped_ = Schedule::grouped(tile);
             if (!grouped_) return;
-            const i32 first = tile.m_tile.first + threadIdx.x / 8, end = tile.m_tile.end;
-            i64 index[ROWS] = {};  // all are read before any is needed
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (first + STEP * i < end) index[i] = s_.a_index(first + STEP * i);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                row_[i] = first + STEP * i < end ? i32(s_.a_row_of(index[i])) : -1;
+            rows_.begin(s_, tile.m_tile, threadIdx.x);
             runs_ = Runs(s_, tile.m_tile.group);
             weight_.begin(tile.m_tile.group, tile.n_tile);
         }
 
         __device__ __forceinline__ void copy(u32 a, u32 b, i32 kb) {
             if (!grouped_) return;
-            const i32 piece = threadIdx.x % 8, k = runs_.first_row(kb) + 8 * piece;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                copy_piece<Segment::K>(a + swizzled(threadIdx.x / 8 + STEP * i, piece),
-                                       s_.a_matrix(), row_[i], k, row_[i] >= 0);
+            rows_.template copy<Segment::K>(a, s_.a_matrix(), runs_.first_row(kb), threadIdx.x);
             if constexpr (Segment::B_PACKED)
                 block_ = weight_.load(runs_, kb);
             else
@@ -276,8 +243,9 @@ struct GroupedGemmMma {
         __device__ __forceinline__ Sum(const Segment& s, const Tile& tile)
             : s_(s),
               tile_(tile),
-              runs_(s, grouped(tile) ? tile.m_tile.group : 0),
-              active_(grouped(tile) && tile.m_tile.first + Warp::row() < tile.m_tile.end) {}
+              runs_(s, Schedule::grouped(tile) ? tile.m_tile.group : 0),
+              active_(Schedule::grouped(tile) &&
+                      tile.m_tile.first + Warp::row() < tile.m_tile.end) {}
 
         __device__ __forceinline__ void add(Sums& sum, i32 kb, u32 a, u32 b) const {
             if (!active_) return;
@@ -309,70 +277,36 @@ struct GroupedGemmMma {
 // wgrad
 // -------------------------------------------------------------------------------------------------
 
-template <class Segment, int TILE_M, int TILE_N>
+template <class Segment_, int TILE_M_, int TILE_N_>
 struct GroupedWgradMma {
+    using Segment = Segment_;
+    static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_;
+    using Schedule = WgradSchedule<Segment, TILE_M, TILE_N>;
+    using Tile = typename Schedule::Tile;
     using Warp = WarpTile<TILE_M, TILE_N>;
     using Sums = typename Warp::Sums;
-    using Scheduler = WgradScheduler<Segment::GROUPS>;
-    using Tile = WgradTile<Segment, TILE_M, TILE_N>;
-
-    __device__ static void run(const Segment& s, const TensorMap*, const TensorMap*) {
-        MmaPipeline<GroupedWgradMma, Segment, TILE_M, TILE_N>::run(s);
-    }
-
-    __device__ static void build(const Segment& s, Scheduler& scheduler, i32*) {
-        scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
-    }
-    __device__ static __forceinline__ bool more(const Scheduler&, i32 number) {
-        return number < Segment::GROUPS * Tile::EACH_GROUP;
-    }
-    __device__ static __forceinline__ Tile tile(const Scheduler& scheduler, i32 number) {
-        return Tile(scheduler, number);
-    }
 
     // Of a group without rows, one of zeros.
     __device__ static __forceinline__ i32 k_blocks(const Tile& tile) {
-        return max(1, tile.k_blocks());
+        return max(1, Schedule::k_blocks(tile));
     }
 
-    // Rows that an index picks are looked up a K block before they are copied.
     class Copies {
-        template <int COLUMNS>
-        using Rows = RowCopies<COLUMNS, MMA_THREADS>;
-        const Segment& s_;
-        i32 first_ = 0, end_ = 0, a_column_ = 0, b_column_ = 0;
-        typename Segment::AIndex a_next_ = 0;
-        typename Segment::BIndex b_next_ = 0;
-
-        // Of K block kb, the row of a group that this thread knows; -1 past the last.
-        template <int COLUMNS>
-        __device__ __forceinline__ i32 known(i32 kb) const {
-            const i32 m = Rows<COLUMNS>::known_row(first_, kb, threadIdx.x);
-            return m < end_ ? m : -1;
-        }
-
-        __device__ __forceinline__ void look_up(i32 kb) {
-            const i32 a = known<TILE_M>(kb), b = known<TILE_N>(kb);
-            if (a >= 0) a_next_ = typename Segment::AIndex(s_.a_index(a));
-            if (b >= 0) b_next_ = typename Segment::BIndex(s_.b_index(b));
-        }
+        ARows<Segment, TILE_M, MMA_THREADS> a_rows_;
+        BRows<Segment, TILE_N, MMA_THREADS> b_rows_;
 
       public:
-        __device__ __forceinline__ explicit Copies(const Segment& s) : s_(s) {}
+        __device__ __forceinline__ explicit Copies(const Segment& s)
+            : a_rows_(s, threadIdx.x), b_rows_(s, threadIdx.x) {}
 
         __device__ __forceinline__ void begin(const Tile& tile) {
-            first_ = tile.first, end_ = tile.end, a_column_ = tile.a, b_column_ = tile.b;
-            look_up(0);
+            a_rows_.begin(tile.first, tile.end, tile.a),
+                b_rows_.begin(tile.first, tile.end, tile.b);
         }
 
         __device__ __forceinline__ void copy(u32 a, u32 b, i32 kb) {
-            const i32 a_row = known<TILE_M>(kb) < 0 ? -1 : i32(s_.a_row_of(a_next_)),
-                      b_row = known<TILE_N>(kb) < 0 ? -1 : i32(s_.b_row_of(b_next_));
-            look_up(kb + 1);
-            Rows<TILE_M>::template copy<Segment::N>(a, s_.a_matrix(), a_row, a_column_,
-                                                    threadIdx.x);
-            Rows<TILE_N>::template copy<Segment::K>(b, s_.b_matrix(), b_row, b_column_,
-                                                    threadIdx.x);
+            a_rows_.next(kb), b_rows_.next(kb);
+            a_rows_.copy(a, kb), b_rows_.copy(b, kb);
         }
 
         __device__ __forceinline__ void finish(u32) const {}
@@ -392,8 +326,8 @@ struct GroupedWgradMma {
         __device__ __forceinline__ void store(const Sums& sum) const {
 #pragma unroll
             for (int r = 0; r < Warp::FRAGMENTS; ++r)
-                store_wgrad<Warp::COLUMNS>(s_, tile_.group, tile_.a + Warp::row() + 16 * r,
-                                           tile_.b + Warp::part() * Warp::COLUMNS, sum[r]);
+                store_wgrad<TILE_M, Warp::COLUMNS>(s_, tile_.group, tile_.a + Warp::row() + 16 * r,
+                                                   tile_.b + Warp::part() * Warp::COLUMNS, sum[r]);
         }
     };
 };
