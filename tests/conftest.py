@@ -95,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # GPUs: each layer of a test would compile what it needs for counts that no test has
     os.environ.setdefault("FUSION_MOE_COMPILE_AHEAD", "0")
+    if not every(config):
+        os.environ.setdefault("KERNELS_OF_TESTS", "-O1")  # tests/precompiled.py
     # a worker of pytest-xdist: one thread each, and the same for what a test starts
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")

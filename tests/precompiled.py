@@ -1,9 +1,10 @@
 """What kernels of the CPU include first, compiled once for all of them: a compiler spends a third
-of its time for a small one on it.
+of its time for a small one on it. And, without `--all`, -O1 in place of -O3, which halves the rest.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,17 +16,27 @@ from fusion_moe.runtime import build, store
 # Nothing that kernels without it would not include: one that forgets a header must not compile here
 # either.
 FIRST = '#include "product.h"\n#include "rows.h"\n'
+LEVEL, O3 = "KERNELS_OF_TESTS", "-O3"  # in the environment: what stands for it
 INTRINSICS = "#include <immintrin.h>\n"  # of all tiers but "generic"
 FOLDER = options.current().cache_dir  # not that of a test
 
 
 def use() -> None:
-    """Has kernels that this process compiles begin so. What they are called in caches stays: the
-    code is the same.
+    """Has kernels that this process compiles begin so. What they are called in caches stays, where
+    the code is the same; names end with another level.
     """
     real, version = build._compile, cache(build._version)
+    name, level = build.LibrarySource.file, os.environ.get(LEVEL, O3)
+
+    def file(source: build.LibrarySource, compiler: build.Compiler) -> str:
+        usual = Path(name(source, compiler))
+        if level == O3 or KERNELS not in source.include:
+            return usual.name
+        return f"{usual.stem}{level}{usual.suffix}"
 
     def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
+        if KERNELS in source.include:
+            command = [level if flag == O3 else flag for flag in command]
         # what is included before it, as emulated instructions are, would be left out
         first = KERNELS in source.include and "-include" not in command
         if first and "Free Software Foundation" in version((command[0],)):
@@ -34,7 +45,7 @@ def use() -> None:
             command = [command[0], "-include", str(header), *command[1:]]
         real(command, source, path)
 
-    build._compile = compile_
+    build.LibrarySource.file, build._compile = file, compile_  # type: ignore[method-assign]
 
 
 @cache

@@ -95,7 +95,10 @@ def printed(
             "".join(f"{part}print({END!r}, end='')\n" for part in parts), encoding="utf-8"
         )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = "import runpy, sys; [runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
+    run = (
+        "import precompiled, runpy, sys; precompiled.use(); "
+        "[runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
+    )
     done = subprocess.run(
         [sys.executable, "-c", run, *files], cwd=folder, env=env, capture_output=True, text=True
     )
