@@ -13,7 +13,7 @@ other people's packages.
     /tmp/others/bin/python tools/make_checkpoints.py others        auto-round's quantize_and_save;
         matrices packed by autoawq, compressed-tensors and bitsandbytes; in an environment of its
         own: transformers, auto-round==0.16.1, autoawq==0.2.9, bitsandbytes==0.50.2,
-        compressed-tensors==0.20.0
+        compressed-tensors==0.20.1
 
 `--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration
 and safetensors' order are theirs.

@@ -3,7 +3,7 @@ where they are installed.
 
     python -m venv /tmp/judges && /tmp/judges/bin/pip install torch==2.13.0 numpy pytest hypothesis
         ml_dtypes \
-        nvidia-modelopt==0.47.0 torchao==0.18.0 compressed-tensors==0.20.0 gguf==0.19.0
+        nvidia-modelopt==0.47.0 torchao==0.18.0 compressed-tensors==0.20.1 gguf==0.19.0
     PYTHONPATH=. /tmp/judges/bin/python -m pytest tests/formats/test_judges.py
 
 They do not all agree: torchao multiplies by a reciprocal and lifts tiny block scales to 2^-6,
