@@ -20,6 +20,8 @@ GOOD = """
 import torch
 import fusion_moe
 from fusion_moe import FusionDefinition, NVFP4Config, errors, nn
+from fusion_moe.distributed import PLANS, parallelize_
+from fusion_moe.thunder import thunder_executors
 
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
 fusion_moe.quantize_(model, NVFP4Config())
@@ -41,6 +43,7 @@ MISTAKES = {
     "fusion_moe.explian(model)": "explian",
     "fusion_moe.testing.check_translater": "check_translater",
     "from fusion_moe import NVFP4Confg": "NVFP4Confg",
+    "from fusion_moe.distributed import parallelise_": "parallelise_",
     "fusion_moe.quantize_(torch.zeros(1))": "Tensor",
     "nn.GroupedLinear(4, 64)": "out_features",
     "errors.ShapError": "ShapError",
