@@ -6,6 +6,8 @@ Nothing is rounded again: codes and block scales stay what they are, in linear o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -89,7 +91,8 @@ def _swiglu(swiglu: nn.Module, config: QuantizationConfig) -> nn.Module:
 
 
 def _dense(linear: nn.Module, config: QuantizationConfig) -> nn.Module:
-    return QuantizedLinear(packed_weight(linear), linear.bias)
+    bias: Any = linear.bias
+    return QuantizedLinear(packed_weight(linear), bias)
 
 
 def _grouped(of: nn.Module, weight: Quantized, config: QuantizationConfig) -> NVFP4GroupedLinear:
