@@ -262,7 +262,7 @@ class GroupedLinear(GroupedParameters):
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
 
-    def effects(self, result: Call) -> dict[int, Effect]:
+    def effects(self, call: Call) -> dict[int, Effect]:
         """What the backward of a program with this layer writes for its weights."""
         weight = self.grouped("weight")
         params = weight if isinstance(weight, tuple) else (weight,)
@@ -272,7 +272,7 @@ class GroupedLinear(GroupedParameters):
             and any(p.requires_grad for p in params)
         ):
             return {}
-        return {result.place(weight): Effect(params, self.accumulate_into_main_grad, self.delayed)}
+        return {call.place(weight): Effect(params, self.accumulate_into_main_grad, self.delayed)}
 
     def _check_buffers(
         self, x: Tensor, inputs: Any, out: Tensor | None, grad_input: Tensor | None
