@@ -143,10 +143,10 @@ def register_nvf_cutlass_products() -> None:
     """
     for name, (arguments, result, function) in _PRODUCTS.items():
         schema = f"({arguments}) -> {result}"
-        made = torch.library.custom_op(
+        custom_op = torch.library.custom_op(
             f"nvf_cutlass::{name}", function, mutates_args=(), schema=schema
         )
-        made.register_fake(function)
+        custom_op.register_fake(function)
 
 
 def _rows(
@@ -154,8 +154,8 @@ def _rows(
 ) -> Tensor:
     """The numbers f32[M, K] of a quantized operand with scales in sf128x4, for a product with b."""
     if codes.dim() != 2 or codes.shape[1] != b.shape[-1]:
-        found = f"a {[*codes.shape]}, b {[*b.shape]}"
-        raise ShapeError(found, expected="rows as wide as those of b", where="nvf_cutlass")
+        actual = f"a {[*codes.shape]}, b {[*b.shape]}"
+        raise ShapeError(actual, expected="rows as wide as those of b", where="nvf_cutlass")
     codes = codes.view(torch.uint8) if of is NVFP4 else codes
     shape = (codes.shape[0], of.blocks(of.elements(codes.shape[1])))
     if ends is not None:  # as many rows as groups need, or as many as they may need

@@ -83,11 +83,11 @@ class Fp8Product(Product):
     def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
         """That of the codes, if scales are picked as they are."""
         (codes, k), (scales, blocks) = zip(_parts(self), self._columns, strict=True)
-        found, beside = made.row_in_memory(codes, _M, k), made.row_in_memory(scales, _M, blocks)
-        if not found or not beside or found[1] != beside[1]:
+        row, beside = made.row_in_memory(codes, _M, k), made.row_in_memory(scales, _M, blocks)
+        if not row or not beside or row[1] != beside[1]:
             return None
         self._scales_matrix = beside[0]
-        return found
+        return row
 
     @property
     def _columns(self) -> tuple[int, int]:
@@ -120,8 +120,8 @@ class Fp8Product(Product):
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; the product; its rows quantized; sums of them."""
         if chosen.size_classes:
-            made = super().kernels(chosen, sizes, arch)
-            return [*made, self.once(self._quantize)] if self.plan.quantized else made
+            kernels = super().kernels(chosen, sizes, arch)
+            return [*kernels, self.once(self._quantize)] if self.plan.quantized else kernels
         return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
@@ -267,10 +267,10 @@ class Fp8Product(Product):
     def _scales(self, operand: Operand) -> str:
         """The array of the scales of rows, which are gathered as the codes are."""
         _, scales = _parts(self)
-        found = self.elements(without=self.made_later).row_in_memory(scales, _M, self._columns[1])
-        if found is None or found[1] != operand.row:
+        row = self.elements(without=self.made_later).row_in_memory(scales, _M, self._columns[1])
+        if row is None or row[1] != operand.row:
             raise UnsupportedError("scales of rows that are not those of the codes")
-        return self.names[found[0]]
+        return self.names[row[0]]
 
 
 class Fp8Wgrad(Wgrad):
@@ -280,12 +280,12 @@ class Fp8Wgrad(Wgrad):
 
     def _find_operands(self) -> None:
         """UnsupportedError unless `transpose_row_blocks` made their codes."""
-        plan, made = self.plan, self.fusion.producers
+        plan, result = self.plan, self.fusion.producers
         self.dtype = "bf16"
         self._turned, self._scales = list[Value](), list[Value]()
         for v in (plan.product.a, plan.product.b):
-            parts = [] if v not in made else list(made[v].values)
-            back = made.get(parts[0]) if len(parts) == 2 else None
+            parts = [] if v not in result else list(result[v].values)
+            back = result.get(parts[0]) if len(parts) == 2 else None
             if back is None or back.kind.name != "untranspose_row_blocks":
                 raise UnsupportedError(f"{v.name} {v.type} over rows has no kernel here")
             self._turned.append(back.values[0])
@@ -339,7 +339,7 @@ def _parts(source: Product) -> tuple[Value, Value]:
 
 def _operand(source: Product) -> Operand:
     """The codes of the rows. UnsupportedError unless they are in memory."""
-    found = Operand(source, _parts(source)[0], source.plan.k, "a")
-    if found.scratch:
+    operand = Operand(source, _parts(source)[0], source.plan.k, "a")
+    if operand.scratch:
         raise UnsupportedError("codes that are computed have no kernel here")
-    return found
+    return operand

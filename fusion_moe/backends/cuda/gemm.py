@@ -206,17 +206,17 @@ class Gemm(PlannedSource):
         """
         plan, store = self.plan, Store(self.plan.width)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
-        made = epilogue.elements()
+        result = epilogue.elements()
         parts = {v: plan.parts(v) for v in plan.rows}
         for v, places in parts.items():
             for place in places or ():
-                self._add(store, epilogue, made, v, place)
+                self._add(store, epilogue, result, v, place)
         for i, op in enumerate(plan.sums):
-            store.add_term(i, self._term(epilogue, made, op.values[0]))
+            store.add_term(i, self._term(epilogue, result, op.values[0]))
         for v in (v for v, places in parts.items() if places is None):
             for place in epilogue.every_column():
-                self._add(store, epilogue, made, v, place)
-        self.stores = store.function(made.statements, len(plan.sums))
+                self._add(store, epilogue, result, v, place)
+        self.stores = store.function(result.statements, len(plan.sums))
         return epilogue.columns or [_J]
 
     def _check_columns(self, columns: Sequence[Index]) -> None:
@@ -389,10 +389,15 @@ class Wgrad(Source):
         """Routing; computed operands; the product."""
         m, n = self._tile if by_wgmma(arch) else mma_tile(*self._tile, self.plan.groups, arch)
         tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
-        made = [kernel for operand in self.operands for kernel in operand.made()]
+        results = [kernel for operand in self.operands for kernel in operand.made()]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
         product = product_kernel(self, "wgrad", (m, n), self._functions, tiles, arch, boxes)
-        return [reset_tile_counter(self), *self.made_first(sizes, chosen.any_size), *made, product]
+        return [
+            reset_tile_counter(self),
+            *self.made_first(sizes, chosen.any_size),
+            *results,
+            product,
+        ]
 
     @property
     def _tile(self) -> tuple[int, int]:
@@ -414,18 +419,18 @@ class Wgrad(Source):
 
     def _make_store(self) -> list[str]:
         plan, store = self.plan, Store(self.plan.k)
-        made = self.elements(
+        result = self.elements(
             {plan.product.result: self._element}, without=plan.results, below={_J.name: plan.k}
         )
         for v in plan.results:
             store.add(
                 v,
                 self.names[v],
-                made.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)),
+                result.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)),
                 plan.k,
                 _J,
             )
-        return store.function(made.statements, 0)
+        return store.function(result.statements, 0)
 
     def _element(self, at: Sequence[Index]) -> Expression:
         if list(at) != reshaped(
@@ -444,14 +449,14 @@ class Operand:
 
     def __init__(self, owner: Source, v: Value, columns: int, name: str):
         self.owner, self.value, self.columns, self.name = owner, v, columns, name
-        made = owner.elements(without=owner.made_later)
-        found = made.row_in_memory(v, _M, columns)
-        self.lines = made.lines  # that `row` needs
+        result = owner.elements(without=owner.made_later)
+        row = result.row_in_memory(v, _M, columns)
+        self.lines = result.lines  # that `row` needs
         self.scratch = (
-            [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
+            [] if row else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
         )
-        self._matrix: Value | Array = found[0] if found else self.scratch[0]
-        self.row = found[1] if found else _M
+        self._matrix: Value | Array = row[0] if row else self.scratch[0]
+        self.row = row[1] if row else _M
         self._itemsize = TORCH_DTYPES[v.type.dtype].itemsize
         self.in_boxes = self.row == _M and columns * self._itemsize % _ALIGNED == 0
 
@@ -467,9 +472,9 @@ class Operand:
         """The kernel that computes the rows, if they are not in memory."""
         if not self.scratch:
             return []
-        (array,), made = self.scratch, self.owner.elements(without=self.owner.made_later)
-        element = made.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
-        body = [*made.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
+        (array,), result = self.scratch, self.owner.elements(without=self.owner.made_later)
+        element = result.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
+        body = [*result.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
         return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body)]
 
     @property
@@ -538,8 +543,8 @@ def product_kernel(
     policies, header = POLICIES[name][not by_wgmma(arch)]
     if header in _MMA_HEADERS:
         name, boxes, threads = f"{name}_mma", {}, MMA_THREADS
-    given = {operand: found for operand, found in boxes.items() if found}
-    maps = {operand: f"&map{i}" for i, operand in enumerate(given)}
+    inputs = {operand: result for operand, result in boxes.items() if result}
+    maps = {operand: f"&map{i}" for i, operand in enumerate(inputs)}
     return source.calling(
         f"run<{policies}<{', '.join(['Segment', *map(str, tile)])}>>(s, "
         f"{maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});",
@@ -550,7 +555,7 @@ def product_kernel(
         threads=threads,
         shared=arch.shared_per_block,
         max_resident=1,
-        boxes=tuple(given.values()),
+        boxes=tuple(inputs.values()),
         cluster=cluster,
     )
 
