@@ -431,7 +431,7 @@ WIDE_M8 = (
 )
 SMALL_M32 = (SmallM(4, 2, 4, 1, 1, 2), SmallM(4, 2, 1, 1, 1, 2, row_order=True))
 M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
-M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
+M80, M112, M160 = (LargeM(80, 4),), (LargeM(112, 4),), (LargeM(160, 3),)
 SETS: Mapping[str, tuple[Variant, ...]] = {
     "M8": M8,
     "M16": M16,
@@ -441,6 +441,7 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M64": (LargeM(64, 4),),
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
     "M80": M80,
+    "M112": M112,
     "M160": M160,
     "SMALL_M32": SMALL_M32,
     "LINEAR_M8": (
