@@ -161,6 +161,7 @@ def _with_a_value(rng: Random, t: Tensor) -> Tensor:
     return new
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")  # as torch loads floats
 @given(NUMBERS)
 @examples(8)
 def test_state_dicts_are_loaded_or_refused(rng):
