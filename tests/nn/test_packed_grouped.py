@@ -105,6 +105,7 @@ def test_three_of_them_are_one_layer():
 
 def test_a_dense_one():
     module, weight = packed(lead=())
+    assert convert(module).bias is None
     module.register_buffer("bias", torch.randn(N).bfloat16())
     ours, x = convert(module), torch.randn(5, K).bfloat16()
     assert type(ours) is QuantizedLinear

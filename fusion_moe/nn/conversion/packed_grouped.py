@@ -6,8 +6,6 @@ Nothing is rounded again: codes and block scales stay what they are, in linear o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -91,8 +89,8 @@ def _swiglu(swiglu: nn.Module, config: QuantizationConfig) -> nn.Module:
 
 
 def _dense(linear: nn.Module, config: QuantizationConfig) -> nn.Module:
-    bias: Any = linear.bias
-    return QuantizedLinear(packed_weight(linear), bias)
+    held = dict((*linear.named_parameters(), *linear.named_buffers()))
+    return QuantizedLinear(packed_weight(linear), held.get("bias"))
 
 
 def _grouped(of: nn.Module, weight: Quantized, config: QuantizationConfig) -> NVFP4GroupedLinear:
