@@ -1,7 +1,10 @@
 """Products of NVFP4 weights whose block scales are stored swizzled beside those of the linear
-layout: `f16a_nvfp4weight_scaled_grouped_mm` and `nvfp4_grouped_mm` of the same numbers.
+layout: `f16a_nvfp4weight_scaled_grouped_mm` and `nvfp4_grouped_mm` of the same numbers. With
+--frozen: a module of the former, compiled while Inductor freezes weights, beside `nvfp4_grouped_mm`
+of weights as `prepare_` stores them.
 
     python benchmarks/stored_scales.py [--device cpu|cuda] [--threads N] [--repeats N]
+    python benchmarks/stored_scales.py --frozen --rows 8192
 
 Both take turns: the median of `repeats` calls, and half of what lies between the quartiles. All
 experts have the same numbers. On a GPU a call is an eighth of a CUDA graph of eight.
@@ -15,10 +18,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor import config
 
 import fusion_moe
-from fusion_moe.layouts import SF128X4
+from fusion_moe.backends import TARGETS
+from fusion_moe.encodings import NVFP4
+from fusion_moe.layouts import LAYOUTS, SF128X4
 
 # experts, out- and in-features
 SIZES = {
@@ -30,8 +36,26 @@ ROWS, IN_GRAPH = (1, 8, 64, 512), 8
 ops = torch.ops.fusion_moe
 
 
-def calls(experts: int, n: int, k: int, rows: int, device: str) -> list[Callable[[], Tensor]]:
-    """The operation with swizzled scales, and the one with linear ones."""
+class Product(nn.Module):
+    """The operation with swizzled scales, as a module that has the weight."""
+
+    def __init__(self, *weight: Tensor):
+        super().__init__()
+        for name, t in zip(("codes", "scale", "factor"), weight, strict=True):
+            self.register_buffer(name, t)
+
+    def forward(self, x: Tensor, *groups: Tensor) -> Tensor:
+        return ops.f16a_nvfp4weight_scaled_grouped_mm(
+            x, self.codes, self.scale, self.factor, *groups
+        )
+
+
+def calls(
+    experts: int, n: int, k: int, rows: int, device: str, frozen: bool = False
+) -> list[Callable[[], Tensor]]:
+    """The operation with swizzled scales, and the one with linear ones; frozen: of constants, and
+    with weights as `prepare_` stores them.
+    """
     g = torch.Generator().manual_seed(0)
     codes, scale, decode = fusion_moe.ops.nvfp4_quantize(
         torch.randn(1, n, k, generator=g).bfloat16()
@@ -47,6 +71,17 @@ def calls(experts: int, n: int, k: int, rows: int, device: str) -> list[Callable
     swizzled = SF128X4.forward(scale)
     of = [t.to(device) for t in (starts, padded_starts, problem)]
     ends = ends.to(device)
+    if frozen:
+        layout = LAYOUTS[TARGETS[device].layout_of(NVFP4.name, "bf16")]
+        parts = layout.pack(codes, scale, decode, encoding=NVFP4)
+        torch._dynamo.reset()
+        product = torch.compile(Product(fp4, swizzled, decode), backend="fusion_moe")
+        with config.patch(freezing=True), torch.no_grad():
+            product(x, *of)
+        return [
+            lambda: product(x, *of),
+            lambda: ops.nvfp4_grouped_mm(x, *parts, ends, weight_layout=layout.name),
+        ]
     return [
         lambda: ops.f16a_nvfp4weight_scaled_grouped_mm(x, fp4, swizzled, decode, *of),
         lambda: ops.nvfp4_grouped_mm(x, codes, scale, decode, ends),
@@ -83,14 +118,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--frozen", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    print("| weights | rows | swizzled, us | linear, us | swizzled / linear |")
+    one, other = ("frozen", "prepared") if asked.frozen else ("swizzled", "linear")
+    print(f"| weights | rows | {one}, us | {other}, us | {one} / {other} |")
     print("|---|---:|---:|---:|---:|")
     for name, size in SIZES.items():
-        for rows in ROWS:
-            with torch.inference_mode():
-                both = calls(*size, rows, asked.device)
+        for rows in asked.rows:
+            with torch.no_grad():
+                both = calls(*size, rows, asked.device, asked.frozen)
                 found, want = (call() for call in both)
                 assert torch.equal(found, want), (name, rows)
                 timed = list(map(replays, both)) if asked.device == "cuda" else both

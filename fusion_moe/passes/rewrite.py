@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
+from ..ir.types import TensorType
 
 # rule(fd, op, its inputs in the new fusion) -> the replacements of its outputs, or None to copy it
 Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]
 
 
-def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
+def rewrite(fusion: Fusion, rule: Rule, types: Mapping[Value, TensorType] | None = None) -> Fusion:
     """The Fusion with every operation copied, or replaced by the result of `rule`. Inputs and
-    outputs stay in order.
+    outputs stay in order. types: of inputs that are other tensors in the new fusion.
     """
-    fd = FusionDefinition()
-    copies: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
+    fd, types = FusionDefinition(), types or {}
+    copies: dict[Any, Any] = {
+        v: fd.define_like(types.get(v, v.type), fusion.role(v)) for v in fusion.inputs
+    }
     for op in fusion.ops:
         with fd.at(op.source, op.translator):
             outputs = rule(fd, op, [copies.get(v, v) for v in op.inputs])

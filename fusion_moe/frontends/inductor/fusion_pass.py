@@ -19,6 +19,7 @@ from ...definitions import translate
 from ...messages.warn import log, warn_once
 from ...options import Options
 from ...runtime.store import key_of
+from ..constants import store_constants
 from ..regions import Found, find_regions, limit
 from ..rewrite import replace_regions
 from .log_found import log_found
@@ -47,6 +48,8 @@ class FusionPass(_InferenceAware):
         if config.cpp_wrapper and not V.aot_compilation:
             _leave_single_results(result)
         limit(result, self.options)
+        if config.freezing and not V.aot_compilation:  # whose constants may be updated
+            result.regions = store_constants(graph, result.regions, self.options)
         replace_regions(graph, result.regions, self.options)
         log_found(result)
         if self.found is not None:
@@ -59,10 +62,11 @@ class FusionPass(_InferenceAware):
         """What compiled code depends on: our sources, the options, users' translators by their
         versions, the passes that follow.
 
-        None, with which Inductor caches nothing, if one of these has no version or uuid, and if
-        the option bisect_limit is set: what a graph gets then depends on the graphs before it.
+        None, with which Inductor caches nothing, if one of these has no version or uuid; if
+        the option bisect_limit is set: what a graph gets then depends on the graphs before it; and
+        under freezing: code then has weights of its own, which Inductor's key does not know.
         """
-        if self.options.bisect_limit != Options().bisect_limit:
+        if self.options.bisect_limit != Options().bisect_limit or config.freezing:
             return None
         users = [t for t in translate.registered() if t.of_user]
         if unknown := [t.op for t in users if not t.version]:
