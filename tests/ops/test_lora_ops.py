@@ -130,7 +130,7 @@ def test_grouped_mm_against_whole_weights(partition: Partition):
 CELLS = [(name, "both") for name in ("nvfp4", "mxfp4", "int4", "bf16")]
 CELLS += [("nvfp4", "gate_up"), ("nvfp4", "down")]
 ON_TARGETS = [(*cell, "reference") for cell in CELLS] + few(
-    [pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in CELLS], 2
+    [pytest.param(*cell, "auto", marks=pytest.mark.slow) for cell in CELLS]
 )
 
 

@@ -1,7 +1,7 @@
 """What ranks check, each in a process of its own: cases.py FOLDER DEVICE RANKS[:[-]CASE,...] ...
 
-One group of processes after another, all cases if none is named, all but one after a -. Each
-process writes FOLDER/GROUP.RANK.json, the traceback of each case, "" for those that pass.
+One group of processes after another, all cases if none is named, all others after a -. Each process
+writes FOLDER/GROUP.RANK.json, the traceback of each case, "" for those that pass.
 """
 
 from __future__ import annotations
@@ -1438,8 +1438,8 @@ def main(folder: str, _: str, *groups: str) -> None:
     for group in groups:
         ranks, _, names = group.partition(":")
         chosen = names.split(",")
-        if names in ("", *(f"-{name}" for name in CASES)):
-            chosen = [name for name in CASES if f"-{name}" != names]
+        if not names or names.startswith("-"):
+            chosen = [name for name in CASES if name not in names[1:].split(",")]
         started = [
             processes.Process(target=run, args=(rank, int(ranks), Path(folder), group, chosen))
             for rank in range(int(ranks))
