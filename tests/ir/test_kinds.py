@@ -365,7 +365,7 @@ def test_place(routing: Routing, dtype, data):
         with pytest.raises(GroupsError, match="out of range"):
             placed(ids, table)
     for bad in (-2, 10, 2**31 - 1):
-        with pytest.raises(GroupsError, match=rf"places\[0\] = {bad}; expected 0 to 9"):
+        with pytest.raises(GroupsError, match=rf"expert_map\[0\] = {bad}; expected 0 to 9"):
             placed(ids[:0], [bad, *table])
 
 
