@@ -75,7 +75,7 @@ def tiled(weight: Quantized) -> Quantized:
 
 def widened(weight: Quantized, shape: tuple[int, int], runs: int) -> Quantized:
     """[E, N, K] with zeros, so that it is whole tiles, as `prepare_` does it."""
-    return weight.of(Padding(weight.shape[1:], shape, runs).pad(*weight, encoding=weight.encoding))  # type: ignore[arg-type]
+    return weight.of(Padding(weight.shape[1:], shape, runs).pack(*weight, encoding=weight.encoding))  # type: ignore[arg-type]
 
 
 class Ours(Contender):

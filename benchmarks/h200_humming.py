@@ -21,7 +21,7 @@ from h200_contenders import Call, Contender, in_panels
 from torch import Tensor
 
 from fusion_moe.encodings import MXFP4, Quantized, dequantize
-from fusion_moe.nn.frozen.base import rounded
+from fusion_moe.nn.frozen.weight import rounded
 
 _PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as serving engines call it
 _SWIGLU = "a / (1.0f + __expf(-a)) * b"

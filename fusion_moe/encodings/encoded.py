@@ -8,7 +8,9 @@ initial values are refused in a sentence. Operations of this and other libraries
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,11 +73,9 @@ class Encoded(Tensor):
         if id(self) not in memo:
             new: Any = plain(self).clone(memory_format=torch.preserve_format)
             if isinstance(self, nn.Parameter):
-                new = EncodedParameter(new, **self.__dict__)
-            elif type(new) is Tensor:
-                new.__class__ = type(self)
-                new.__dict__.update(self.__dict__)
-            memo[id(self)] = new
+                new = nn.Parameter(new, requires_grad=False)
+            memo[id(self)] = encoded(new, self.holds, _kind(self))
+            new.__dict__.update(self.__dict__)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -118,19 +118,37 @@ def plain(t: Tensor) -> Tensor:
     if not isinstance(t, Encoded):
         return t
     with as_plain_tensors():
-        return t.as_subclass(Tensor)
+        return t.detach() if is_dtensor(t) else t.as_subclass(Tensor)
 
 
 def encoded(t: Any, holds: str, kind: type[Encoded] = Encoded) -> Any:
     """t as one that holds codes or scales: the same object if it is a plain tensor or parameter.
-    Tensors of other types stay.
+    So does a DTensor; tensors of other types stay.
     """
     if type(t) is Encoded and isinstance(t, nn.Parameter):
         t = EncodedParameter(t)
     if type(t) in (Tensor, nn.Parameter):
         t.__class__ = EncodedParameter if type(t) is nn.Parameter else kind
         t.holds = holds
+    elif is_dtensor(t) and not isinstance(t, Encoded):
+        t.__class__ = _shard_type(type(t), kind)  # type: ignore[arg-type]
+        t.holds = holds
     return t
+
+
+def _kind(t: Encoded) -> type[Encoded]:
+    return Stored if isinstance(t, Stored) else Encoded
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether t is a DTensor. If one exists, its module has been imported already."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+@cache
+def _shard_type(dtensor: type[Tensor], kind: type[Encoded]) -> Any:
+    return type(f"{kind.__name__}DTensor", (kind, dtensor), {})
 
 
 # What functions do --------------------------------------------------------------------------------
@@ -169,9 +187,9 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return func(*args, **kwargs)  # who asks for bytes gets numbers
     if kind == "join":
         joined = (args[0], args[-1]) if name == "__setitem__" else _tensors(args, kwargs)
+        if name == ".data=" and _widens(part, args[-1]):
+            return None
         for t in joined:
-            if t is args[-1] and name == ".data=" and _widens(part, t):
-                continue
             if getattr(t, "dtype", None) != part.dtype:
                 raise _refusal(f"{name} with {getattr(t, 'dtype', t)}", part)
     result = func(*args, **kwargs)
@@ -179,7 +197,7 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _widens(part: Tensor, t: Tensor) -> bool:
-    """Whether t may be what scripts of QLoRA make of a scale in 16 bits, which `uncast` undoes."""
+    """Whether t may be what scripts of QLoRA make of a scale in 16 bits, which stays as it is."""
     return t.dtype == torch.float32 and part.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -187,9 +205,9 @@ def _retyped(result: Any, part: Encoded, args: Sequence[Any]) -> Any:
     """What a copy or view of a part gives, as a part too."""
     if isinstance(result, (list, tuple)):
         return type(result)(_retyped(t, part, args) for t in result)
-    if type(result) is Tensor and result.dtype == part.dtype:
-        kind = Stored if isinstance(part, Stored) else Encoded
-        return result if any(result is t for t in args) else encoded(result, part.holds, kind)
+    whole = type(result) is Tensor or is_dtensor(result)
+    if whole and result.dtype == part.dtype and not any(result is t for t in args):
+        return encoded(result, part.holds, _kind(part))
     return result
 
 

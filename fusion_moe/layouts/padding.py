@@ -6,10 +6,10 @@ results changes if activations are finite.
 >>> from fusion_moe.encodings import ENCODINGS
 >>> w = torch.tensor([[1., 2.], [3., 4.]]).bfloat16()  # rows of two runs: gate above up
 >>> padding = Padding((2, 2), (4, 3), runs=2)
->>> padded = padding.pad(w, encoding=ENCODINGS["bf16"])
+>>> padded = padding.pack(w, encoding=ENCODINGS["bf16"])
 >>> padded[0].tolist()
 [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
->>> torch.equal(padding.cut(*padded, encoding=ENCODINGS["bf16"])[0], w)
+>>> torch.equal(padding.unpack(*padded, encoding=ENCODINGS["bf16"])[0], w)
 True
 """
 
@@ -40,7 +40,7 @@ class Padding:
     def __bool__(self) -> bool:
         return self.shape != self.padded
 
-    def pad(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The parts of a weight [..., N, K] in linear order, or only the first, padded with zeros;
         scales of a matrix unchanged.
         """
@@ -48,8 +48,8 @@ class Padding:
             self._pad(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
         )
 
-    def cut(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
-        """The inverse of `pad`."""
+    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
         return tuple(
             self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False)
         )

@@ -4,10 +4,11 @@ module (`Sharding`).
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
+
+from ..encodings.encoded import is_dtensor
 
 
 class Sharding(Protocol):
@@ -33,12 +34,6 @@ class Sharding(Protocol):
 
     def share(self, name: str, t: Tensor) -> Tensor:
         """A tensor that `whole` made, or a plain tensor of either shape -> a rank's share."""
-
-
-def is_dtensor(t: Any) -> bool:
-    """Whether t is a DTensor. If one exists, its module has been imported already."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
 
 
 def local(t: Tensor) -> Tensor:

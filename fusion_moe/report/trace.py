@@ -184,7 +184,7 @@ def _as_on_gpus(model: torch.nn.Module) -> None:
     if not options.current().order_weights:
         return
     for module in model.modules():
-        if isinstance(module, PackedModule) and not module.as_integers:
+        if isinstance(module, PackedModule) and not module.form.integers:
             module.put_in(module.layout_on(backends.TARGETS[cuda.NAME]))
 
 

@@ -25,7 +25,7 @@ from fusion_moe.nn import (
     Sequential,
     add_lora_,
 )
-from fusion_moe.nn.frozen.packed import PackedModule, relayout_
+from fusion_moe.nn.frozen.packed import PackedModule
 
 from . import NUMBERS, examples
 from .case import REFERENCE
@@ -171,7 +171,7 @@ def test_state_dicts_are_loaded_or_refused(rng):
         module, state = make(), make().state_dict()
         for part in module.modules():
             if isinstance(part, PackedModule) and rng.random() < 0.4:
-                outcome(lambda part=part: relayout_(part, "w16x64"))  # which some cannot have
+                outcome(lambda part=part: part.reform(layout="w16x64"))  # which some cannot have
         before = {key: _form(t) for key, t in module.state_dict().items()}
         plain = dict(state)
         for _ in range(rng.choice((1, 1, 2, 4))):

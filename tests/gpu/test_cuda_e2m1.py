@@ -9,7 +9,8 @@ from fusions import assert_same_bits, weights_to_round
 from fusion_moe.compile import program_of
 from fusion_moe.encodings import MXFP4, NVFP4, quantize
 from fusion_moe.layouts import LAYOUTS
-from fusion_moe.nn.frozen.base import _program, rounded
+from fusion_moe.nn.frozen.base import _program
+from fusion_moe.nn.frozen.weight import rounded
 
 pytestmark = pytest.mark.gpu
 

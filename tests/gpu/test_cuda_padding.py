@@ -61,7 +61,7 @@ def padded(module: torch.nn.Module) -> torch.nn.Module:
         made = copy.deepcopy(module)
         fusion_moe.prepare_(made)
     assert all(
-        m.paddings and m.weight_layout == "w16x64"
+        any(form.padding for form in m.forms.values()) and m.weight_layout == "w16x64"
         for m in made.modules()
         if isinstance(m, PackedModule)
     )

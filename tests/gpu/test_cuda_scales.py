@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_moe.encodings import FP8, INT4, MXFP4, NVFP4, quantize, search
-from fusion_moe.nn.frozen.base import rounded
+from fusion_moe.nn.frozen.weight import rounded
 
 pytestmark = pytest.mark.gpu
 

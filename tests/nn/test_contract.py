@@ -223,9 +223,7 @@ def test_weights_in_other_encodings(family, encoding: Encoding):
     floats = contract.up(getattr(module, contract.up_name)), contract.down(module.down_proj)
     up, down = (quantize(t.detach(), encoding=encoding) for t in floats)
     biases = (
-        [contract.up_rows(module.gate_up_proj_bias), module.down_proj_bias]
-        if module.has_bias
-        else []
+        [contract.up(module.gate_up_proj_bias), module.down_proj_bias] if module.has_bias else []
     )
     made, x = experts_from(module, up, down, *biases), inputs()
     assert isinstance(made, Experts | CustomExperts)

@@ -54,9 +54,7 @@ def inputs(tokens: int = T) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def of_numbers(experts: Experts) -> Experts:
     """The same experts with folded weights as the only ones they have."""
-    parts = [
-        Quantized(*folded.folded_of(experts, p), encoding=FP8_E8M0) for p in ("gate_up", "down")
-    ]
+    parts = [Quantized(*experts.folded_of(p).parts, encoding=FP8_E8M0) for p in ("gate_up", "down")]
     return Experts(*parts, experts.activation_format)
 
 
@@ -105,7 +103,7 @@ def test_what_cannot_be_folded():
     experts = module(FP8)
     prepare_(experts, weights="fp8")  # FP8 is read as it is
     assert experts.weights == "packed"
-    assert experts.rounding is None
+    assert experts.reading is None
 
 
 def test_rows_that_must_not_depend_on_the_batch():
@@ -164,13 +162,13 @@ def test_state_dicts_have_what_was_loaded(weights):
     )
     other = {name: t.clone() for name, t in wanted.items()}
     other["down_decode_scale"] *= 2
-    before = [t.data_ptr() for t in folded.folded_of(experts, "down")]
+    before = [t.data_ptr() for t in experts.folded_of("down").parts]
     experts.load_state_dict(other)
     packed.load_state_dict(other)
     prepare_(packed, weights="fp8")
-    assert [t.data_ptr() for t in folded.folded_of(experts, "down")] == before
+    assert [t.data_ptr() for t in experts.folded_of("down").parts] == before
     for p in ("gate_up", "down"):
-        assert all(map(torch.equal, folded.folded_of(experts, p), folded.folded_of(packed, p)))
+        assert all(map(torch.equal, experts.folded_of(p).parts, packed.folded_of(p).parts))
 
 
 def test_weights_that_change_are_folded_again():

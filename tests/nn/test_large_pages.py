@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusion_moe
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.nn import NVFP4GroupedLinear
-from fusion_moe.nn.frozen import base as frozen
+from fusion_moe.nn.frozen import weight as frozen
 from fusion_moe.runtime.host_memory import pages
 
 E, H, I = 6, 1024, 1024

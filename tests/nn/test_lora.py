@@ -16,7 +16,6 @@ from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quanti
 from fusion_moe.errors import NonFiniteError, UnsupportedError
 from fusion_moe.messages import warn
 from fusion_moe.nn import Adapter, CustomExperts, Experts, NVFP4Experts, add_lora_, merge_lora_
-from fusion_moe.nn.frozen.packed import relayout_
 
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
 E, H, I = 4, 64, 64
@@ -280,10 +279,10 @@ def test_quantized_again(encoding, layout):
     module = NVFP4Experts.from_float(gate_up, down) if encoding == "nvfp4" else experts(encoding)
     randomized(_adapted(module))
     added = sums(module)
-    relayout_(module, layout)
+    module.reform(layout=layout)
     merge_lora_(module, requantize=True)
     assert module.weight_layout == layout
-    relayout_(module, "linear")
+    module.reform(layout="linear")
     if encoding == "nvfp4":
         want: Experts = NVFP4Experts.from_float(added["gate_up"], added["down"])
     else:

@@ -67,7 +67,7 @@ def padded(module: PackedModule) -> PackedModule:
     other = copy.deepcopy(module)
     fusion_moe.prepare_(other, "cuda")
     assert other.weight_layout == "w16x64"
-    assert other.paddings
+    assert any(form.padding for form in other.forms.values())
     for names in other.packed.values():
         *_, n, k = getattr(other, names[0]).shape
         assert W16X64.why_not(n, other.encoding.elements(k), other.encoding) == ""
@@ -93,7 +93,7 @@ def test_experts(hidden, inner):
     other = padded(module)
     same_results(module, other, *calls(hidden))
     fusion_moe.prepare_(other, "cpu")
-    assert not other.paddings
+    assert not any(form.padding for form in other.forms.values())
     assert all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(module.parameters(), other.parameters(), strict=True)
@@ -227,13 +227,13 @@ def test_adapters_and_gradients(interleave):
 def test_what_is_added_is_zero(encoding):
     w = weight(encoding, 2, 12, 32)
     padding = Padding((12, 32), (32, 64), 2)
-    wide = Quantized(*padding.pad(*w, encoding=encoding), encoding=encoding)
+    wide = Quantized(*padding.pack(*w, encoding=encoding), encoding=encoding)
     rows = dequantize(wide).view(2, 2, 16, 64)
     assert torch.equal(rows[:, :, :6, :32].reshape(2, 12, 32), dequantize(w))
     assert not rows[:, :, 6:].any()
     assert not rows[..., 32:].any()
     stored = W16X64.pack(*wide, encoding=encoding)
-    back = padding.cut(*W16X64.unpack(*stored, encoding=encoding), encoding=encoding)
+    back = padding.unpack(*W16X64.unpack(*stored, encoding=encoding), encoding=encoding)
     assert all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(back, w, strict=False)
     )

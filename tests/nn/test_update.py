@@ -40,8 +40,8 @@ from fusion_moe.nn import (
     merge_lora_,
     swiglu,
 )
-from fusion_moe.nn.frozen import update
-from fusion_moe.nn.frozen.base import rounded
+from fusion_moe.nn.frozen import weight as conversion
+from fusion_moe.nn.frozen.weight import rounded
 
 E, H, I = 3, 64, 96
 NAMES = ("gate_up_proj", "down_proj")
@@ -69,7 +69,7 @@ def equal(module: nn.Module, fresh: nn.Module, *args: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("panel", [1, 2**24])
 def test_numbers(layout, dtype, panel, monkeypatch):
-    monkeypatch.setattr(update, "_PANEL", panel)
+    monkeypatch.setattr(conversion, "_PANEL", panel)
     module, new = experts(E, H, I), weights(dtype)
     fusion_moe.prepare_(module, layout)
     before = addresses(module)

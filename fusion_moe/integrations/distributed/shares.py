@@ -6,20 +6,17 @@ Letters: E experts, H hidden, I intermediate features.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...encodings import ROW, Quantized
-from ...layouts.layout import as_bytes
+from ...encodings import ROW
 from ...nn import Experts
 from ...nn.conversion.contract import contract_of
-from ...nn.frozen.packed import relayout_
 from ...nn.frozen.projections import Projections
 from ...nn.lora.adapter import adapters_of
-from .states import ExpertShards, FeatureShards, expert_shard, runs_of
+from .states import ExpertShards, FeatureShards, expert_shard
 
 
 def whole_experts_of(count: int, rank: int, ranks: int) -> range:
@@ -57,7 +54,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
         if isinstance(holder, Projections):
             first = holder.first_expert or 0
             kept = range(first, first + len(holder.down_proj))
-            holder.sharding = ExpertShards(mesh, kept, experts)
+            holder.reform(share=ExpertShards(mesh, kept, experts))
             continue
         for name in names:
             shard = expert_shard(holder.get_parameter(name).detach(), mesh, experts)
@@ -97,34 +94,20 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     """Plan "tp": keeps the rows of gate and up and the columns of down for some features of all
     experts. down's bias: on rank 0 only.
     """
-    relayout_(module, "linear")  # its rows and columns are divided
-    module.considered = False
-    up, down = (module.weight_of(name) for name in module.projections)
+    module.reform(layout="linear", device=None)  # its rows and columns are divided
     step = columns(module)
-    experts, _, intermediate = down.shape
+    experts, _, intermediate = module.shape_of("down")
     blocks = intermediate // step  # ranks have equally many, or one more
     features = range(blocks * rank // ranks * step, blocks * (rank + 1) // ranks * step)
-    gate_up, parts = module.projections[0], up.shape[1] // intermediate
-    rows = _rows(intermediate, features, parts, module.interleave)
-    if up.device.type != "meta":
-        rows = rows.to(up.device)
-    divided = _rows_of(up, rows)
-    named = zip(module.part_names[gate_up], up.named(), strict=True)
-    scales = {
-        name: t
-        for name, (part, t) in named
-        if part.of_matrix and not _same_runs(t, up.shape[1], rows)
-    }
-    module._set_weights(divided, _columns_of(down, features))
-    module.sharding = FeatureShards(experts, intermediate, features, rows.cpu(), scales, rank == 0)
-    if (bias := getattr(module, f"{gate_up}_proj_bias")) is not None:
-        divided_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
-        setattr(module, f"{gate_up}_proj_bias", divided_bias)
-    if (more := module.activation_parameters) is not None and more.shape[2] > 1:
-        kept = more.detach()[:, :, features.start : features.stop].clone()
-        _replace(module, "activation_parameters", kept)
-    if (bias := module.down_proj_bias) is not None and rank > 0:
-        module.down_proj_bias = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+    first = module.projections[0]
+    rows = _rows(intermediate, features, 2 if first == "gate_up" else 1, module.interleave)
+    share = FeatureShards(first, experts, intermediate, features, rows, rank == 0)
+    weights = ((module.part_names[name], module.weight_of(name)) for name in module.projections)
+    module._set_weights(*(w.of(map(share.cut, names, w)) for names, w in weights))
+    for name in (*module.castable, "activation_parameters"):
+        if (t := getattr(module, name)) is not None:
+            _replace(module, name, share.cut(name, t.detach()))
+    module.reform(share=share)
 
 
 def _rows(intermediate: int, features: range, parts: int, interleave: int) -> Tensor:
@@ -134,34 +117,3 @@ def _rows(intermediate: int, features: range, parts: int, interleave: int) -> Te
     # the rows of all parts for each feature
     rows = blocks.transpose(1, 2).reshape(-1, parts)[features.start : features.stop]
     return rows.view(-1, interleave or len(rows), parts).transpose(1, 2).flatten()
-
-
-def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
-    """Rows of [E, N, K]. Each run's scale is kept for its remaining rows, or becomes one scale for
-    each row if runs no longer fit.
-    """
-    return w.of(
-        runs_of(t, w.shape[1], rows) if part.of_matrix else as_bytes(t)[:, rows].view(t.dtype)
-        for part, t in w.named()
-    )
-
-
-def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
-    """Whether a scale [E, S] of runs of n rows still has one entry for each run after only some
-    rows are kept.
-    """
-    which = torch.arange(scale.shape[-1], device=rows.device)[None]
-    return scale.dim() == 1 or runs_of(which, n, rows).tolist() == which.tolist()
-
-
-def _columns_of(w: Quantized, features: range) -> Quantized:
-    """Columns of [E, N, K], whole blocks of them."""
-    k = w.shape[-1]
-
-    def of(part: Any, t: Tensor) -> Tensor:
-        if part.of_matrix:
-            return t.clone()
-        per_item = k // t.shape[-1]
-        return t[..., features.start // per_item : features.stop // per_item].contiguous()
-
-    return w.of(of(part, t) for part, t in w.named())

@@ -8,7 +8,7 @@ In memory both are plain tensors, since kernels reorder and pad them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import UnsupportedError
+from ...layouts.layout import as_bytes
 
 
 def expert_shard(t: Tensor, mesh: DeviceMesh, experts: int) -> DTensor:
@@ -77,25 +78,21 @@ class FeatureShards:
 
     def __init__(
         self,
+        first: str,
         experts: int,
         intermediate: int,
         features: range,
         rows: Tensor,
-        scales: Mapping[str, Tensor],
         biased: bool,
     ):
-        """rows: the rows of gate_up on this rank. scales: those [E, S] scales of whole matrices
-        that differ for these rows. biased: whether down's bias is on this rank; other ranks have
-        zeros.
+        """first: the projection whose rows are features, gate above up or up; rows: those on this
+        rank. biased: whether down's bias is on this rank; other ranks have zeros.
         """
         self.experts, self.kept = experts, range(experts)
-        self.intermediate, self.features, self.rows, self.scales, self.biased = (
-            intermediate,
-            features,
-            rows,
-            dict(scales),
-            biased,
-        )
+        self.first, self.intermediate, self.features = first, intermediate, features
+        self.rows, self.biased = rows, biased
+        self.all_rows = intermediate * (2 if first == "gate_up" else 1)
+        self.scales = dict[str, Tensor]()  # [E, S] of whole matrices that differ for these rows
 
     def has(self, name: str) -> bool:
         """All ranks have some features, one of them down's bias."""
@@ -113,19 +110,43 @@ class FeatureShards:
         """Pieces of [E, ...]."""
         first, t = self.kept.start, self.scales.get(name, t)
         shape, pieces = (self.experts, *t.shape[1:]), [((first, *[0] * (t.dim() - 1)), t)]
-        if name.startswith("gate_up_proj"):
-            shape = (self.experts, 2 * self.intermediate, *t.shape[2:])
+        if self._has_rows(name):
+            shape = (self.experts, self.all_rows, *t.shape[2:])
             pieces = [
                 ((first, row, *[0] * (t.dim() - 2)), t[:, here]) for row, here in runs(self.rows)
             ]
-        elif (name.startswith("down_proj") and name != "down_proj_bias") or (
-            name == "activation_parameters" and t.shape[2] == len(self.features)
-        ):
+        elif self._has_columns(name, t, len(self.features)):
             shape = (*shape[:2], t.shape[2] * self.intermediate // len(self.features))
             pieces = [((first, 0, t.shape[2] * self.features.start // len(self.features)), t)]
         elif not self.has(name):
             pieces = []
         return Pieces(Size(shape), t, pieces)
+
+    def _has_rows(self, name: str) -> bool:
+        return name.startswith(f"{self.first}_proj")
+
+    def _has_columns(self, name: str, t: Tensor, features: int) -> bool:
+        """Whether a tensor has columns for so many features: down's, or activations' of each."""
+        of_down = name.startswith("down_proj") and name != "down_proj_bias"
+        return of_down or (name == "activation_parameters" and t.shape[2] == features)
+
+    def cut(self, name: str, t: Tensor, dim: int = 1) -> Tensor:
+        """A tensor for all features, of the module or of one of its matrices, whose rows lie along
+        `dim` -> what these features need of it.
+        """
+        if self._has_rows(name) and t.shape[dim] == self.all_rows:
+            return as_bytes(t).index_select(dim, self.rows.to(t.device)).view(t.dtype)
+        if self._has_rows(name):
+            return t.narrow(dim, self.features.start, len(self.features))
+        if self._has_columns(name, t, self.intermediate):
+            ends = self.features.start, self.features.stop
+            return t[..., slice(*(t.shape[-1] * n // self.intermediate for n in ends))].contiguous()
+        if name.startswith(self.first) and t.dim() > 1:  # scales of matrices
+            which = torch.arange(t.shape[1], device="cpu")[None]
+            if runs_of(which, self.all_rows, self.rows).tolist() != which.tolist():
+                self.scales[name] = t
+            return runs_of(t, self.all_rows, self.rows)
+        return t.clone() if self.has(name) else torch.zeros_like(t)
 
     def share(self, name: str, t: Tensor) -> Tensor:
         """This rank's share of `Pieces` as `whole` made them; any other tensor is this rank's
@@ -135,7 +156,7 @@ class FeatureShards:
         if name not in self.scales:
             return t
         self.scales[name].copy_(t)
-        return runs_of(self.scales[name], 2 * self.intermediate, self.rows)
+        return runs_of(self.scales[name], self.all_rows, self.rows)
 
 
 def runs(rows: Tensor) -> list[tuple[int, slice]]:

@@ -183,9 +183,6 @@ def _inject(
     """Makes adapters that add_lora_ added a part of the adapter that PEFT adds. Scales are again
     what they were before `prepare_model_for_kbit_training`, which casts all floats of 16 bits.
     """
-    for module in model.modules():
-        if isinstance(module, PackedModule):
-            module.uncast()
     own = [
         (name, projection, adapter)
         for name, module in model.named_modules()

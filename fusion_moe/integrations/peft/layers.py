@@ -192,8 +192,7 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
 
     @property
     def _interleaved(self) -> bool:
-        packed: Any = self._packed
-        return bool(packed.interleaved and self.encoded == "gate_up")
+        return bool(self._packed.view_of(self.encoded).interleaved)
 
     def fill_(self, a: Tensor, b: Tensor) -> None:
         """Gives the one adapter A [E, r, K] and B [E, N, r]."""

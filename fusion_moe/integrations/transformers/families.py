@@ -24,7 +24,6 @@ from ...checkpoints.families import Experts, Family, InFloats
 from ...checkpoints.fused import FusedOrder
 from ...errors import UnsupportedError
 from ...nn.conversion.contract import ExpertsContract
-from ...nn.trained.activations import interleave
 from .config import set_quantization
 from .loading import configuration, is_known, on_meta
 from .names import live_names
@@ -119,8 +118,7 @@ def _small(name: str, contract: ExpertsContract, first: int) -> Iterator[tuple[_
         shape = shapes[not up][: 2 if key.endswith("_bias") else 3]
         part = _Part(name, key, first, shape)
         t = torch.arange(first, first := first + torch.Size(shape).numel()).view(shape)
-        t = interleave(t, 1, 1) if up and contract.has_gate and not contract.concatenated else t
-        yield part, t.mT.contiguous() if contract.transposed and t.dim() == 3 else t
+        yield part, contract.view_of(key).pack(t)[0].contiguous()
 
 
 def _described(name: str, t: Tensor, part: _Part, where: str) -> InFloats:

@@ -16,8 +16,8 @@ from ...messages.skipped import skipping
 from ...nn import quantize_
 from ...nn.config import QuantizationConfig
 from ...nn.conversion.contract import ExpertsContract, contract_of
-from ...nn.frozen.base import rounded
 from ...nn.frozen.packed import PackedModule
+from ...nn.frozen.weight import rounded
 
 # what describes the original modules that are replaced, by name; None: a linear layer
 Contracts = dict[str, ExpertsContract | None]
@@ -84,7 +84,7 @@ class QuantizeExperts(ConversionOps):
         base, _, key = name.rpartition(".")
         contract, module, runs = self.contracts[base], model.get_submodule(base), 1
         if contract and key.endswith("_bias"):
-            return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
+            return {name: contract.up(t) if key.startswith(contract.up_name) else t}
         try:
             check_finite(t, module.encoding, name)
         except Error as error:

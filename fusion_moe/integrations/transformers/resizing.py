@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ...encodings import Quantized, dequantize, quantize
 from ...nn import QuantizedLinear
-from ...nn.frozen.packed import packing_of
 
 
 def resized(
@@ -24,7 +23,7 @@ def resized(
     if not isinstance(old_lm_head, QuantizedLinear) or new_num_tokens is None:
         return resize(self, old_lm_head, new_num_tokens, *args, **kw)
     weight, old = old_lm_head.weight_of("weight"), old_lm_head
-    kept = weight.of(packing_of(old, "weight").unpack(weight, weight.encoding))
+    kept = weight.of(old.forms["weight"].unpack(weight))
     numbers = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
     numbers.weight = nn.Parameter(dequantize(kept))
     if old.bias is not None:

@@ -20,9 +20,9 @@ from ...checkpoints.headers import Read, Unread
 from ...checkpoints.values import check_scale, check_weight
 from ...encodings.encoded import plain
 from ...errors import CheckpointError, NonFiniteError, UnsupportedError
-from ...nn.frozen.base import rounded
 from ...nn.frozen.packed import PackedModule
 from ...nn.frozen.projections import Projections
+from ...nn.frozen.weight import rounded
 from ...nn.trained.activations import deinterleave, interleave
 from ...runtime.host_memory import pages
 from .on_load import layout_of
@@ -66,21 +66,19 @@ def _load_floats(
     """Gives a module of experts weights and biases in floats, in the layout that it has."""
     contract = layout_of(module)
     assert contract is not None, source.name
-    for key, (projection, names) in zip(contract.names, source.names.items(), strict=False):
-        interleaved = len(names) > 1 and not contract.concatenated
-        first = getattr(module, "first_expert", None) or 0
+    for key, projection in zip(contract.names, source.names, strict=False):
+        view, first = contract.view_of(key), getattr(module, "first_expert", None) or 0
         like, of = module.get_parameter(key), source.weights(projection, contract.experts, first)
         whole = torch.empty(like.shape, dtype=like.dtype)
         for e, expert in enumerate(zip(*of, strict=True)):
             rows = torch.cat([_floats(weights[name], read) for name in expert])
-            rows = interleave(rows, 1) if interleaved else rows
-            whole[e].copy_(rows.mT if contract.transposed else rows)
+            whole[e].copy_(view.pack(rows[None])[0][0])
         _set(module, key, whole.to(device))
         if contract.has_bias:
             each = (
                 torch.cat([read(f"{name}.bias") for name in one]) for one in zip(*of, strict=True)
             )
-            bias = torch.stack([interleave(one, 1) if interleaved else one for one in each])
+            (bias,) = view.pack(torch.stack([*each]))
             _set(module, f"{key}_bias", bias.to(device, like.dtype))
 
 
@@ -151,17 +149,8 @@ def _share(t: Tensor, row: Row, module: PackedModule, dim: int) -> Tensor:
     of down; down's bias on one rank; scales of matrices whole.
     """
     shards: Any = module.sharding
-    features = getattr(shards, "features", None)
-    if features is None or row.part.direction is not None:
-        return t
-    size = len(features)
-    if row.parameter == "down_proj_bias":
-        return t if shards.biased else torch.zeros_like(t)
-    if row.parameter.startswith("down"):
-        of_items = t.shape[-1] * features.start // shards.intermediate
-        return t.narrow(-1, of_items, t.shape[-1] * size // shards.intermediate)
-    runs = t.unflatten(dim, (t.shape[dim] // shards.intermediate, -1))
-    return runs.narrow(dim + 1, features.start, size).flatten(dim, dim + 1)
+    divides = getattr(shards, "features", None) is not None and row.part.direction is None
+    return shards.cut(row.parameter, t, dim) if divides else t
 
 
 def _rounded(

@@ -190,7 +190,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         logger.info_once(text)
         if balanced:
             # not all that vLLM sends them with takes floats of 8 bits
-            layer.fusion_moe.become_integers()
+            layer.fusion_moe.order()
+            layer.fusion_moe.reform(integers=True)
         self.kept = Kept(layer.fusion_moe)
 
     def apply(

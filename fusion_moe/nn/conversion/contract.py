@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ...encodings import NVFP4, Quantized
+from ...encodings.encoded import is_dtensor
 from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.custom import CustomExperts
 from ..frozen.experts import Experts, NVFP4Experts
 from ..frozen.packed import FROZEN
 from ..frozen.projections import Projections
-from ..local import is_dtensor
+from ..frozen.weight import View
 from ..trained.activations import deinterleave
 from .traced_activation import activation_of
 
@@ -67,21 +68,20 @@ class ExpertsContract:
         """[E, H, I]"""
         return self.experts, self.hidden, self.intermediate
 
+    def view_of(self, name: str) -> View:
+        """How the module stores one of its parameters."""
+        return View(self.transposed, name.startswith("gate_up") and not self.concatenated)
+
     def up(self, weight: Tensor) -> Tensor:
-        """The first projection as the module stores it -> [E, 2I, H], gate above up, or [E, I,
-        H].
+        """The first projection, or its bias, as the module stores it -> [E, 2I, H], gate above up,
+        or [E, I, H].
         """
-        return self.up_rows(self.down(weight))
+        rows = self.down(weight) if weight.dim() == 3 else weight
+        return rows if self.concatenated or not self.has_gate else deinterleave(rows, 1, 1)
 
     def down(self, weight: Tensor) -> Tensor:
         """The second projection as the module stores it -> [E, H, I]."""
         return weight.mT if self.transposed else weight
-
-    def up_rows(self, rows: Tensor) -> Tensor:
-        """[E, 2I, ...] in the module's order, a bias or a weight that is not transposed -> the same
-        with gate above up.
-        """
-        return rows if self.concatenated or not self.has_gate else deinterleave(rows, 1, 1)
 
 
 def contract_of(module: nn.Module) -> ExpertsContract | None:

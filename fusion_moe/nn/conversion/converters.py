@@ -14,10 +14,10 @@ from ...encodings import Quantized, check_finite
 from ...encodings.search import has_values
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
-from ..frozen.base import rounded
 from ..frozen.packed import PackedModule
 from ..frozen.projections import Projections
 from ..frozen.quantized_linear import QuantizedLinear
+from ..frozen.weight import rounded
 from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
 from .packed_grouped import packed_converter
@@ -41,7 +41,7 @@ def by_contract(
         experts,
         of_up,
         of_down,
-        None if up_bias is None else contract.up_rows(up_bias),
+        None if up_bias is None else contract.up(up_bias),
         down_bias,
         config,
     )

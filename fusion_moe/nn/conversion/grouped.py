@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ...encodings.encoded import is_dtensor
 from ...encodings.search import has_values
 from ..config import QuantizationConfig
 from ..frozen.grouped import NVFP4GroupedLinear
-from ..local import is_dtensor
 
 _NEAR = 0.02  # relative error of a product in 16 bits
 

@@ -24,10 +24,9 @@ from ...layouts import LAYOUTS, Padding
 from ...messages.units import some
 from ...messages.warn import log
 from ..config import NVFP4Config, QuantizationConfig
-from ..frozen.base import rounded
-from ..frozen.packed import FROZEN, Packing, empty_parts, relayout_
+from ..frozen.packed import FROZEN
 from ..frozen.projections import Projections
-from ..frozen.update import order_by_kernels, write_weight_
+from ..frozen.weight import Form, Weight, rounded
 from .contract import ExpertsContract, contract_of
 from .converters import DECORATED, by_contract, check, without_memory
 from .quantize import Filter, chosen, quantized_experts
@@ -174,8 +173,8 @@ class _Rounding:
         if device.type in TARGETS or wanted != "auto":
             layout = backends.find(wanted, device).weight_layout
             if not made.why_not(LAYOUTS[layout]):
-                relayout_(made, layout)
-        made.considered = True
+                made.reform(layout=layout)
+        made.decided()
         kind = type(made)
         made.__class__ = type(kind.__name__, (_Template, kind), {})
         for name in made.projections:
@@ -189,7 +188,7 @@ class _Rounding:
         found: dict[str, Tensor] = {}
         for name, master, runs in self.masters(module):
             shape = master.shape[1], master.shape[2]
-            padding = made.paddings.get(name, Padding(shape, shape))
+            padding = made.forms[name].padding or Padding(shape, shape)
             parts = torch.ops.fusion_moe.encode_weight(
                 master.detach(),
                 self.encoding.name,
@@ -203,7 +202,7 @@ class _Rounding:
             found[f"{name}_master"] = padding.pad_rows(padding.pad_columns(master), -2)
         if self.contract.has_bias:
             up, down = self.contract.names[2:]
-            found[up] = self.contract.up_rows(module.get_parameter(up))
+            found[up] = self.contract.up(module.get_parameter(up))
             found[down] = module.get_parameter(down)
         return found | {name: p for name, p in module.named_parameters() if "." in name}
 
@@ -216,7 +215,8 @@ class _Rounding:
         if self.made is None or now != self.seen or None in now:
             self.made = self.quantized(module, NVFP4Config())
             self.made.put_in(self.template.weight_layout)
-            self.made.considered, self.seen = True, now
+            self.made.decided()
+            self.seen = now
         return self.made
 
 
@@ -268,10 +268,15 @@ class _Template(Projections):
 # The operation that rounds ------------------------------------------------------------------------
 
 
+def _form(x: Tensor, encoding: str, layout: str, runs: int, padding: Sequence[int]) -> Form:
+    (_, n, k), (rows, columns, padded_runs) = x.shape, padding
+    return Form(find(encoding), layout, Padding((n, k), (rows, columns), padded_runs) or None, runs)
+
+
 def _empty(
     x: Tensor, encoding: str, layout: str, runs: int, padding: Sequence[int], *scaling: Any
 ) -> list[Tensor]:
-    return empty_parts(x, find(encoding), padding[:2], runs if runs > 1 else 0)
+    return Weight.of_numbers(x).empty(_form(x, encoding, layout, runs, padding))
 
 
 def _encode(
@@ -283,16 +288,9 @@ def _encode(
     matrix_scale: Tensor | None = None,
     scales: str = "max",
 ) -> list[Tensor]:
-    (_, n, k), (rows, columns, padded_runs), to = x.shape, padding, find(encoding)
-    packing = Packing(LAYOUTS[layout], Padding((n, k), (rows, columns), padded_runs))
-    if layout != "linear" and order_by_kernels(x.device, to, packing, runs, scales) == layout:
-        made = rounded(x, to, runs, matrix_scale, layout)  # as they are stored: nothing to copy
-        shapes = [to.part_shape(p, x.shape[:1], n, k, runs if runs > 1 else 0) for p in to.parts]
-        parts = [t.reshape(shape) for t, shape in zip(made, shapes, strict=True)]
-        return parts if matrix_scale is None else [*parts[:-1], matrix_scale.clone()]
-    own = _empty(x, encoding, layout, runs, padding)
-    write_weight_(own, [x], to, packing, runs, matrix_scale, scales)
-    return own
+    form = _form(x, encoding, layout, runs, padding)
+    parts = [*Weight.of_numbers(x).to(form, (), matrix_scale, scales).parts]
+    return parts if matrix_scale is None else [*parts[:-1], matrix_scale.clone()]
 
 
 LIBRARY.define(

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...encodings.encoded import plain
 from ...encodings.folding import FOLDED, foldable
 from ...layouts import Layout
 from ...messages.warn import warn_once
 from ...target import Target
 from ..local import local
-from ..trained.activations import deinterleave
-from . import folded
+from .folded import Reading, folded_names, need_free_order, renew_, settle_
 from .packed import PackedModule
+from .weight import Form, Weight
 
 
 class AdaptableModule(PackedModule):
@@ -25,27 +26,28 @@ class AdaptableModule(PackedModule):
 
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
-    B [G, N, r], scale, and whether it is disabled. weights: what they are read as (folded.py);
-    folded_from: from how many rows, if that is "both"; rounding: what folding them did; fixed: why
-    the module can have no adapter, no folded weights and no share of a rank, "" if it can.
+    B [G, N, r], scale, and whether it is disabled. reading: what weights are read as (folded.py),
+    None: as they are. fixed: why the module can have no adapter, no folded weights and no share of
+    a rank, "" if it can.
     """
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
     activation_format: str
-    # how the module that this one was converted from stores floats: as [E, K, N]; with rows of gate
-    # and up that alternate; under names of its own, for which these are this module's
-    transposed = False
-    interleaved = False
+    # names of the module that this one was converted from, for which these are this module's
     renamed: Mapping[str, str] = MappingProxyType({})
-    weights = "packed"
-    folded_from = 0
+    reading: Reading | None
     fixed = ""
-    rounding: folded.Rounding | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self.reading = None
         self.wrappers: dict[str, Any] = {}  # no submodules, since this is one of theirs
+
+    @property
+    def weights(self) -> str:
+        """What weights are read as: "packed", "fp8" or "both"."""
+        return self.reading.weights if self.reading else "packed"
 
     def layout_on(self, target: Target) -> str:
         """As in `PackedModule`; parameters that only state dicts read stay linear."""
@@ -61,7 +63,7 @@ class AdaptableModule(PackedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
         super()._apply(fn, recurse)
-        folded.settle_(self)
+        settle_(self)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -70,33 +72,38 @@ class AdaptableModule(PackedModule):
 
     def renew(self) -> None:
         """Makes anew what is made of the weights, which have changed in place."""
-        folded.refold_(self)
-
-    def in_own_order(self, projection: str, t: Tensor) -> Tensor:
-        """A projection's weight [E, ...] or bias [E, N] as the module that this one was converted
-        from stores it -> [E, N, K] or [E, N], gate above up.
-        """
-        t = t.mT if self.transposed and t.dim() == 3 else t
-        return deinterleave(t, 1, 1) if self.interleaved and projection == "gate_up" else t
+        renew_(self)
 
     def _folded(self, rows: int) -> bool:
         """Whether products of so many rows read folded weights."""
-        if self.weights == "both" and not torch.compiler.is_compiling():
-            folded.need_free_order()
-        return self.weights == "fp8" or (self.weights == "both" and rows >= self.folded_from)
+        if (reading := self.reading) is None:
+            return False
+        if reading.weights == "both" and not torch.compiler.is_compiling():
+            need_free_order()
+        return reading.weights == "fp8" or rows >= reading.rows
 
     def _operand(self, projection: str, of_fold: bool) -> list[Tensor]:
         """The parts of a weight that a product reads."""
-        return folded.folded_of(self, projection) if of_fold else self._parts(projection)
+        if not of_fold:
+            return self._parts(projection)
+        return [
+            t for name in folded_names(projection) if (t := self._buffers.get(name)) is not None
+        ]
+
+    def folded_of(self, projection: str) -> Weight:
+        """A folded weight with its form."""
+        parts = list(map(plain, self._operand(projection, of_fold=True)))
+        return Weight(parts, Form(FOLDED, runs=self.matrices(projection)))
 
     def _format(self, of_fold: bool) -> dict[str, str]:
         """The arguments that say how these parts are stored, and what rows are rounded to: rows in
         FP8 have no use beside weights in fewer bits, which are multiplied in 16.
         """
-        few = self.activation_format == "fp8" and not of_fold and foldable(self.encoding)
+        form = self.forms[self.projections[0]]
+        few = self.activation_format == "fp8" and not of_fold and foldable(form.encoding)
         return {
-            "weight_format": FOLDED.name if of_fold else self.encoding.name,
-            "weight_layout": "linear" if of_fold else self.weight_layout,
+            "weight_format": FOLDED.name if of_fold else form.encoding.name,
+            "weight_layout": "linear" if of_fold else form.layout,
             "activation_format": "bf16" if few else self.activation_format,
         }
 
@@ -138,15 +145,15 @@ class AdaptableModule(PackedModule):
 
     def padded_factors(self, projection: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a [G, r, K] and b [G, N, r], padded like a projection's weight."""
-        padding = self.paddings.get(projection)
+        padding = self.forms[projection].padding
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 
     def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
         an adapter adds.
         """
-        padding, of_fold, scale = self.paddings.get(projection), False, self._lora_scale
-        if self.weights != "packed":
+        padding, of_fold, scale = self.forms[projection].padding, False, self._lora_scale
+        if self.reading is not None:
             of_fold = self._folded(rows.numel() // rows.shape[-1])
         y = torch.ops.fusion_moe.grouped_mm(
             padding.pad_columns(rows) if padding else rows,

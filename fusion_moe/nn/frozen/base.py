@@ -1,7 +1,7 @@
 """Where encoded weights lie: on the CPU on large pages (runtime/host_memory/pages.py).
 
-Quantizing writes directly there; a tensor from elsewhere is copied there by itself, so that a
-module made of several tensors never holds a second copy of all of them.
+Quantizing writes directly there (weight.py); a tensor from elsewhere is copied there by itself, so
+that a module made of several tensors never holds a second copy of all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ...ir.text import text
 from ...runtime.host_memory import pages
 
 _ROUNDED_BY_KERNELS = NVFP4, MXFP4  # on CUDA
-_PANEL = 2**24  # how many elements are quantized at once
 
 
 def frozen(t: Tensor) -> nn.Parameter:
@@ -45,29 +44,21 @@ def place_(module: nn.Module) -> None:
                 p.data = pages.on_large_pages(p.data)
 
 
-def rounded(
+def round_(
     x: Tensor,
     encoding: Encoding,
-    runs: int = 1,
-    matrix_scale: Tensor | None = None,
-    layout: str = "linear",
-    scales: str = "max",
-) -> Quantized:
-    """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
-    runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
-    CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
-
-    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory
-    besides the result.
-    """
-    x = x.detach() if runs == 1 else x.detach().unflatten(1, (runs, -1))
+    runs: int,
+    matrix_scale: Tensor | None,
+    layout: str,
+    scales: str,
+) -> list[Tensor]:
+    """x float [G, N, K] -> its parts, some runs of rows by themselves; by kernels in a layout."""
+    x = x if runs == 1 else x.unflatten(1, (runs, -1))
     if x.numel() and by_kernels(x.device, encoding, scales):
         made = _by_program(x, encoding, matrix_scale, layout)
     else:
-        made = _in_panels(x, encoding, matrix_scale, scales)
-    return made.of(
-        t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()
-    )
+        made = quantize_weight(x, encoding, matrix_scale, scales)
+    return [t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()]
 
 
 def by_kernels(device: torch.device, encoding: Encoding, scales: str) -> bool:
@@ -103,24 +94,3 @@ def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, sca
     for part in (*fd.ops.unpack(made), *([] if scaled else scales)):
         fd.add_output(part)
     return text(fd.fusion())
-
-
-def _in_panels(
-    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, scales: str
-) -> Quantized:
-    """x float[G, ..., N, K] -> the same in an encoding, with a scale for each matrix."""
-    if not pages.takes(x) or x.numel() // 2 < pages.PAGE or x.dim() < 3:
-        return quantize_weight(x, encoding, matrix_scale, scales)
-    *lead, n, k = x.shape
-    weight = Quantized(
-        *(pages.empty(encoding.part_shape(p, lead, n, k), p.dtype) for p in encoding.parts),
-        encoding=encoding,
-    )
-    step = max(1, _PANEL * len(x) // x.numel())
-    for start in range(0, len(x), step):
-        some = slice(start, start + step)
-        scale = None if matrix_scale is None else matrix_scale[some]
-        made = quantize_weight(x[some], encoding, scale, scales)
-        for part, panel in zip(weight, made, strict=True):
-            part[some] = panel
-    return weight

@@ -15,8 +15,8 @@ from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding
 from ...layouts.groups import ceil_to
 from .. import checks
-from .base import rounded
 from .projections import Projections
+from .weight import rounded
 
 
 class Experts(Projections):
@@ -76,14 +76,14 @@ class Experts(Projections):
         with as_plain_tensors():
             self.order()
             up, down = self.projections
-            of_gate_up, of_down = self.paddings.get(up), self.paddings.get(down)
+            of_gate_up, of_down = self.forms[up].padding, self.forms[down].padding
             if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
                 checks.need_rows(
                     "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
                 )
                 hidden_states = of_gate_up.pad_columns(hidden_states)
             arguments, of_fold = self._arguments(hidden_states), False
-            if self.weights != "packed" or self.activation_format == "fp8":
+            if self.reading is not None or self.activation_format == "fp8":
                 rows = top_k_index.numel()
                 if adapters and "capacity" in adapters:  # ranks send each other what products read
                     rows = int(adapters["capacity"]) * top_k_index.shape[-1] or rows
@@ -115,18 +115,20 @@ class Experts(Projections):
             ("activation", None),
             ("scale_on", "output"),
             ("activation_format", "bf16"),
-            ("weight_layout", "linear"),
             ("first_expert", None),
         )
         found = {
             name: value for name, default in usual if (value := getattr(self, name)) != default
         }
-        found["weight_format"] = self.encoding.name
+        form = self.forms[self.projections[0]]
+        found["weight_format"] = form.encoding.name
+        if form.layout != "linear":
+            found["weight_layout"] = form.layout
         for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
             if (bias := self._bias(projection, like)) is not None:
                 found[f"{name}_bias"] = bias
         if (more := self.activation_parameters) is not None:
-            padding = self.paddings.get("down") if more.shape[-1] > 1 else None
+            padding = self.forms["down"].padding if more.shape[-1] > 1 else None
             found["activation_parameters"] = padding.pad_columns(more) if padding else more
         if (self._modules or self.wrappers) and self.adapted:
             found["lora_scale"] = scale = self._lora_scale
@@ -160,7 +162,7 @@ class Experts(Projections):
 
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
         """The bias of a projection in the dtype of activations, padded like its weight."""
-        bias, padding = super()._bias(projection, like), self.paddings.get(projection)
+        bias, padding = super()._bias(projection, like), self.forms[projection].padding
         return bias if bias is None or padding is None else padding.pad_rows(bias)
 
     def extra_repr(self) -> str:

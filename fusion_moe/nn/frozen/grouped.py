@@ -12,8 +12,8 @@ from ...errors import Error, ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .. import checks
 from .adaptable import AdaptableModule
-from .base import frozen, rounded
 from .experts import quantize_gate_up
+from .weight import rounded
 
 
 class NVFP4GroupedLinear(AdaptableModule):
@@ -63,9 +63,8 @@ class NVFP4GroupedLinear(AdaptableModule):
         need_one_of(
             "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
         )
-        self.activation_format, self.encoding = activation_format, weight.encoding
-        self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
-        self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
+        self.activation_format = activation_format
+        self.hold("weight", ("weight", "weight_scale", "weight_decode_scale"), weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @classmethod
@@ -92,7 +91,7 @@ class NVFP4GroupedLinear(AdaptableModule):
             if self.starts:
                 offs = torch.cat([offs[1:], offs.new_full((1,), x.shape[:-1].numel())])
                 offs = offs[: self.shape_of("weight")[0]]
-            if padding := self.paddings.get("weight"):
+            if padding := self.forms["weight"].padding:
                 checks.need_rows("x", x, padding.shape[1], type(self).__name__)
             try:
                 y = self._product("weight", x, offs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from ...messages.warn import warn_once
 from ...runtime.host_memory import pages
 from ...target import Target
 from ..local import Sharding
-from .base import own_parameters
+from .base import frozen, own_parameters
+from .weight import INTEGERS, Form, View, Weight, as_part
 
 _ordering = threading.Lock()
 FROZEN = "_frozen_scale"  # buffers of `qat_`, by how their names end
-_INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes
 
 
 class PackedModule(nn.Module):
@@ -43,38 +43,65 @@ class PackedModule(nn.Module):
     change what their bytes mean.
 
     castable: the names of exceptions. part_names: for each weight, the parameters that hold its
-    parts. as_integers: whether 8-bit floats and scales of matrices are stored as integers of the
-    same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the
-    dtypes of the encoding. weight_layout: the layout of elements and block scales; paddings: of
-    weights that are not whole tiles of the layout; considered: whether `order` has decided about
-    the weights where they are now; brought: whether they are brought for each call, in the linear
-    layout, by somebody who sets parameters; scales: the rule that chose the scales of blocks, as in
+    parts. forms: for each, how these are stored (weight.py); state dicts have the linear form, in
+    the dtypes of the encoding. brought: whether weights are brought for each call, in the linear
+    layout, by somebody who sets parameters. scales: the rule that chose the scales of blocks, as in
     `NVFP4Config`; frozen_scales: whether those of matrices stay when weights change, since `qat_`
-    froze them; sharding: how state dicts represent tensors that are a rank's share.
+    froze them.
     """
 
     castable: tuple[str, ...] = ()
-    part_names: Mapping[str, tuple[str, ...]]
-    encoding: Encoding
-    weight_layout: str
-    paddings: Mapping[str, Padding]
-    considered = False
+    part_names: dict[str, tuple[str, ...]]
+    forms: dict[str, Form]
     brought = False
     scales = "max"
     frozen_scales = False
-    sharding: Sharding | None = None
+    # how the module that this one was converted from stores floats: as [E, K, N]; with rows of gate
+    # and up that alternate
+    transposed = False
+    interleaved = False
 
     def __init__(self) -> None:
         super().__init__()
         plugins.load_all()  # of which some look at modules from now on
-        # per instance: torch.compile guards class attributes in each class of the MRO
-        self.as_integers, self.weight_layout, self.paddings = False, "linear", {}
+        self.part_names, self.forms = {}, {}
+
+    def hold(self, weight: str, names: tuple[str, ...], parts: Quantized) -> None:
+        """Makes the parts of a weight, in linear order, parameters of these names."""
+        self.part_names[weight], self.forms[weight] = names, Form(parts.encoding)
+        for name, part in zip(names, parts, strict=True):
+            if part.dim():
+                setattr(self, name, frozen(part))
+            else:  # FSDP2 refuses parameters that are scalars
+                self.register_buffer(name, part.detach())
+
+    @property
+    def form(self) -> Form:
+        """That of the first weight. Those of others differ in their padding alone."""
+        return next(iter(self.forms.values()))
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of all weights."""
+        return self.form.encoding
+
+    @property
+    def weight_layout(self) -> str:
+        """The layout of elements and block scales."""
+        return self.form.layout
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How state dicts represent tensors that are a rank's share; None: they are all of them."""
+        return self.form.share
 
     @property
     def packed(self) -> dict[str, tuple[str, ...]]:
         """For each weight, the parameters that hold its elements and block scales."""
-        kept = 1 + len(self.encoding.block_scales)
-        return {weight: names[:kept] for weight, names in self.part_names.items()}
+        return {
+            weight: names[: 1 + len(self.forms[weight].encoding.block_scales)]
+            for weight, names in self.part_names.items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -96,16 +123,32 @@ class PackedModule(nn.Module):
         """A weight, as it is stored."""
         return Quantized(*map(plain, self._parts(weight)), encoding=self.encoding)
 
+    def value_of(self, weight: str) -> Weight:
+        """A weight with its form."""
+        return Weight([t.detach() for t in self.weight_of(weight)], self.forms[weight])
+
+    def view_of(self, weight: str) -> View:
+        """How the module that this one was converted from stores a weight's numbers [..., N, K],
+        and its bias [E, N].
+        """
+        return View(self.transposed, self.interleaved and weight == "gate_up")
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's; codes and scales become an `EncodedParameter`."""
         super().register_parameter(name, self._typed(name, param))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As torch's. FSDP2 calls this with its shards, and `register_parameter` so, because it is
+        not torch's own.
+        """
+        super().__setattr__(name, value)
+
     def _typed(self, name: str, t: Any, kind: type[Encoded] = Encoded) -> Any:
         """A tensor of a name, as encoded if it holds the part of that name."""
-        part = self._parts_by_name().get(name) if "encoding" in self.__dict__ else None
+        part = self._parts_by_name().get(name) if self.__dict__.get("forms") else None
         if t is None or part is None or self.encoding.plain:
             return t
-        stored = part.dtype, _INTEGERS.get(part.dtype.itemsize)
+        stored = part.dtype, INTEGERS.get(part.dtype.itemsize)
         return encoded(t, f"{part.name} of {self.encoding.name}", kind) if t.dtype in stored else t
 
     def named_parameters(
@@ -115,51 +158,21 @@ class PackedModule(nn.Module):
         do first, stores them as integers.
         """
         if (
-            not (recurse or self.as_integers or self.sharding)
+            not (recurse or self.form.integers or self.sharding or self.encoding.plain)
+            and not any(p.is_meta for p in own_parameters(self))
             and distributed.is_available()
             and distributed.is_initialized()
         ):
-            self.become_integers()
+            self.order()  # who takes parameters keeps their layout
+            self.reform(integers=True)
         return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def become_integers(self) -> None:
-        """For who takes parameters and sends them, or casts floats: their dtypes and their layout
-        stay what they are now.
-        """
-        if self.encoding.plain or any(
-            p.is_meta for p in self._parameters.values() if p is not None
-        ):
-            return
-        self.order()
-        self.as_integers = True
-        for name, part in self._parts_by_name().items():
-            p = self._parameters.get(name)
-            if (
-                p is not None
-                and not p.requires_grad
-                and part.scale
-                and p.dtype == part.dtype
-                and part.dtype.itemsize in _INTEGERS
-            ):
-                with torch.inference_mode(p.is_inference()), as_plain_tensors():
-                    p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
-
-    def uncast(self) -> None:
-        """Gives scales that something has cast to wider floats, tensor by tensor, their dtypes
-        again.
-        """
-        for name, part in self._parts_by_name().items():
-            p = self._parameters.get(name)
-            if p is not None and part.scale and p.dtype == torch.float32 != part.dtype:
-                with as_plain_tensors():
-                    p.data = p.data.to(part.dtype)
 
     def _parts_by_name(self) -> dict[str, Part]:
         """The part of the encoding that each parameter holds."""
         return {
             name: part
-            for names in self.part_names.values()
-            for name, part in zip(names, self.encoding.parts, strict=True)
+            for weight, names in self.part_names.items()
+            for name, part in zip(names, self.forms[weight].encoding.parts, strict=True)
         }
 
     def _parts(self, weight: str) -> list[Tensor]:
@@ -171,14 +184,14 @@ class PackedModule(nn.Module):
         ]
         return (
             [as_part(t, part) for t, part in zip(tensors, self.encoding.parts, strict=True)]
-            if self.as_integers
+            if self.forms[weight].integers
             else tensors
         )
 
     def matrix_shape(self, weight: str) -> tuple[int, int]:
         """N and K of a weight, without padding."""
-        if weight in self.paddings:
-            return self.paddings[weight].shape
+        if padding := self.forms[weight].padding:
+            return padding.shape
         *_, n, packed_k = getattr(self, self.part_names[weight][0]).shape
         return n, self.encoding.elements(packed_k)
 
@@ -240,8 +253,8 @@ class PackedModule(nn.Module):
         """
         if (
             torch.compiler.is_compiling()
-            or self.considered
-            or self.as_integers
+            or self.form.device is not None
+            or self.form.integers
             or not options.current().order_weights
         ):
             return
@@ -253,10 +266,9 @@ class PackedModule(nn.Module):
         ):
             return
         with _ordering:  # calls in other threads wait
+            as_it_is = self.encoding.plain or self.weight_layout != "linear"
             captured = p.is_cuda and torch.cuda.is_current_stream_capturing()
-            if not (
-                self.considered or captured or self.encoding.plain or self.weight_layout != "linear"
-            ):
+            if not (self.form.device or as_it_is or captured):
                 layout = self.layout_on(backends.find(wanted, p.device))
                 try:
                     why = self.put_in(layout) if layout != "linear" else ""
@@ -264,7 +276,11 @@ class PackedModule(nn.Module):
                     why = str(error)
                 if why:
                     warn_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
-            self.considered = True
+            self.decided()
+
+    def decided(self) -> None:
+        """Keeps the layout that weights have, as long as they stay on their device."""
+        self.reform(device=self._first.device)
 
     def layout_on(self, target: Target) -> str:
         """The layout that a target's kernels read fastest."""
@@ -282,14 +298,44 @@ class PackedModule(nn.Module):
                 if part.of_blocks and has_values(getattr(self, name)):
                     own = plain(getattr(self, name)).detach()
                     check_part_scales(part, as_part(own, part), name)
-        relayout_(self, layout)
+        self.reform(layout=layout)
         return why
+
+    def reform(self, **changes: Any) -> None:
+        """Puts all weights in other forms, one after the other: in new parameters if bytes move, so
+        that other holders of the old ones (a state dict, an exported program) keep them. padding
+        follows the layout. An exception undoes what was already done.
+        """
+        old = dict(self.forms)
+        try:
+            for weight, form in old.items():
+                if (layout := changes.get("layout", form.layout)) != form.layout:
+                    changes["padding"] = self.padding(weight, LAYOUTS[layout]) or None
+                self._put(weight, replace(form, **changes))
+        except BaseException:
+            for weight, form in old.items():
+                self._put(weight, form)
+            raise
+
+    def _put(self, weight: str, form: Form) -> None:
+        here, own = self.forms[weight], self._parameters
+        parts = self.value_of(weight).to(form).parts
+        for name, t in zip(self.part_names[weight], parts, strict=True):
+            p: Any = own.get(name)
+            if p is not None and t.dtype != p.dtype:
+                with torch.inference_mode(p.is_inference()), as_plain_tensors():
+                    p.data = t
+            elif here.steps != form.steps and name in self.packed[weight]:
+                new = nn.Parameter(t, requires_grad=False)
+                new.__dict__.update(p.__dict__)
+                setattr(self, name, new)
+        self.forms[weight] = form
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         here = self._first.device
         moves = fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type
         if moves:
-            relayout_(self, "linear")
+            self.reform(layout="linear", device=None)
         fixed = [
             t
             for name, t in (*self._parameters.items(), *self._buffers.items())
@@ -297,7 +343,7 @@ class PackedModule(nn.Module):
         ]
 
         def keep_dtype(t: Tensor) -> Tensor:
-            moved = fn(t)
+            moved = plain(fn(t))  # of shards torch makes parameters only so
             if not any(t is p for p in fixed):
                 return moved
             kept = t.to(moved.device) if moved.dtype != t.dtype else moved
@@ -312,7 +358,6 @@ class PackedModule(nn.Module):
             if isinstance(t, EncodedParameter) and (moved := self._buffers[name]) is not None:
                 self._buffers[name] = EncodedParameter(moved, **t.__dict__)
         if moves:
-            self.considered = False
             self.order()
         return self
 
@@ -320,29 +365,19 @@ class PackedModule(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, part in (
-            (prefix + name, part)
-            for name, part in self._parts_by_name().items()
-            if prefix + name in destination
-        ):
-            if not keep_vars:
-                destination[key] = plain(destination[key])
-            destination[key] = as_part(destination[key], part)
-        for weight, keys in self._reordered(destination, prefix):
-            linear = packing_of(self, weight).unpack(
-                [plain(destination[key]).detach() for key in keys], self.encoding
-            )
-            destination.update(zip(keys, linear, strict=True))
+        own = {name: destination[prefix + name] for name in self._own(prefix, destination)}
+        for weight, names in self.part_names.items():
+            form = self.forms[weight]
+            moved = form.steps or form.integers or not keep_vars
+            if moved and own.keys() >= {*names}:
+                stored = Weight([plain(own[name]).detach() for name in names], form)
+                own.update(zip(names, stored.linear, strict=True))
         if self.sharding is not None:
-            destination.update(
-                {
-                    prefix + name: self.sharding.whole(name, plain(destination[prefix + name]))
-                    for name in self._own(prefix, destination)
-                }
-            )
-        for name, part in self._parts_by_name().items():
-            if part.dtype != torch.float32 and (t := destination.get(prefix + name)) is not None:
-                destination[prefix + name] = self._typed(name, t, Stored)
+            own = {name: self.sharding.whole(name, plain(t)) for name, t in own.items()}
+        parts = self._parts_by_name()
+        for name, t in own.items():
+            numbers = name not in parts or parts[name].dtype == torch.float32
+            destination[prefix + name] = t if numbers else self._typed(name, t, Stored)
 
     def _load_from_state_dict(
         self,
@@ -354,14 +389,12 @@ class PackedModule(nn.Module):
         unexpected: Any,
         errors: list[str],
     ) -> None:
-        own = self._own(prefix, state_dict)
-        entries = dict(state_dict) | {prefix + n: plain(state_dict[prefix + n]) for n in own}
-        parts = self._parts_by_name()
-        refused = []
+        own, entries = self._own(prefix, state_dict), dict(state_dict)
+        parts, refused = self._parts_by_name(), []
         for name in own:
-            key = prefix + name
-            entries[key] = t = self._as_stored(entries[key], parts.get(name))
-            if why := self._why_not_load(key, t, parts.get(name)):
+            key, part = prefix + name, parts.get(name)
+            entries[key] = t = self._as_stored(plain(entries[key]), part)
+            if why := self._why_not_load(key, t, part):
                 refused.append(why)
         if refused:
             errors += refused
@@ -370,15 +403,18 @@ class PackedModule(nn.Module):
             entries.update(
                 {prefix + name: self.sharding.share(name, entries[prefix + name]) for name in own}
             )
-        for weight, keys in self._reordered(entries, prefix):
-            packing, tensors = packing_of(self, weight), [entries[key].detach() for key in keys]
-            kept = [t.detach() for t in self.weight_of(weight)[: len(keys)]]
-            if wrong := packing.why_not(keys, tensors, kept, self.encoding):
+        for weight, names in self.packed.items() if self.weight_layout != "linear" else ():
+            if not {*own} >= {*names}:
+                continue
+            keys = [prefix + name for name in names]
+            tensors = [entries[key].detach() for key in keys]
+            if wrong := self._why_not_shape(weight, keys, tensors):
                 errors.append(wrong)
-            entries.update(
-                zip(keys, kept if wrong else packing.pack(tensors, self.encoding), strict=True)
-            )
-        for name in parts.keys() & own if self.as_integers else ():
+                tensors = [t.detach() for t in self.weight_of(weight)[: len(keys)]]
+            else:
+                tensors = [*self.forms[weight].pack(tensors)]
+            entries.update(zip(keys, tensors, strict=True))
+        for name in parts.keys() & own if self.form.integers else ():
             entries[prefix + name] = entries[prefix + name].view(getattr(self, name).dtype)
         super()._load_from_state_dict(
             entries, prefix, metadata, strict, missing, unexpected, errors
@@ -391,7 +427,7 @@ class PackedModule(nn.Module):
         if part is None or t.layout != torch.strided:
             return t
         if self.encoding.plain:
-            return t.to(part.dtype)
+            return t if t.is_complex() else t.to(part.dtype)
         want = part.dtype
         is_bytes = t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1
         return t.view(want) if is_bytes else t
@@ -414,6 +450,19 @@ class PackedModule(nn.Module):
             return str(error)
         return ""
 
+    def _why_not_shape(self, weight: str, keys: Sequence[str], parts: Sequence[Tensor]) -> str:
+        """An error text in torch's style if parts of a state dict are not of a weight's sizes; ""
+        if they are.
+        """
+        encoding, lead = self.encoding, self._parts(weight)[0].shape[:-2]
+        for key, t, part in zip(keys, parts, encoding.parts, strict=False):
+            if t.shape != (want := encoding.part_shape(part, lead, *self.matrix_shape(weight))):
+                return (
+                    f"size mismatch for {key}: copying a param with shape {t.shape} from "
+                    f"checkpoint, the shape in current model is {torch.Size(want)}."
+                )
+        return ""
+
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
         """The names of the module's own tensors that are in a state dict, as tensors: torch refuses
         anything else.
@@ -423,153 +472,3 @@ class PackedModule(nn.Module):
             for name in (*self._parameters, *self._buffers)
             if isinstance(tensors.get(prefix + name), Tensor)
         ]
-
-    def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[str, list[str]]]:
-        """The weights that a state dict has and whose layout in memory is not the linear one, each
-        with the keys of its elements and block scales.
-        """
-        if self.weight_layout == "linear":
-            return []
-        keys = {weight: [prefix + n for n in names] for weight, names in self.packed.items()}
-        return [
-            (weight, its)
-            for weight, its in keys.items()
-            if all(isinstance(tensors.get(key), Tensor) for key in its)
-        ]
-
-
-def as_part(t: Tensor, part: Part) -> Tensor:
-    """The tensor of a part, which a module may have stored as integers, in the part's dtype."""
-    return (
-        t.view(part.dtype) if part.dtype.is_floating_point and not t.dtype.is_floating_point else t
-    )
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How the parts of a weight are stored: padded, and then in a layout."""
-
-    layout: Layout
-    padding: Padding
-
-    def pack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
-        """Elements and block scales as in a state dict -> the same, padded and in the layout."""
-        return self.layout.pack(*self.padding.pad(*parts, encoding=encoding), encoding=encoding)
-
-    def unpack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
-        """The inverse of `pack`."""
-        return self.padding.cut(*self.layout.unpack(*parts, encoding=encoding), encoding=encoding)
-
-    def why_not(
-        self,
-        keys: Sequence[str],
-        parts: Sequence[Tensor],
-        own: Sequence[Tensor],
-        encoding: Encoding,
-    ) -> str:
-        """An error text in torch's style if parts of a state dict are not such a weight; "" if they
-        are.
-        """
-        for key, t, part, mine in zip(keys, parts, encoding.parts, own, strict=False):
-            if t.shape != (want := encoding.part_shape(part, mine.shape[:-2], *self.padding.shape)):
-                return (
-                    f"size mismatch for {key}: copying a param with shape {t.shape} from "
-                    "checkpoint, the shape in current model is "
-                    f"{torch.Size(want)}."
-                )
-        return ""
-
-
-def packing_of(module: PackedModule, weight: str, layout: Layout | None = None) -> Packing:
-    """How a weight is stored, or would be in a given layout."""
-    if layout is not None:
-        return Packing(layout, module.padding(weight, layout))
-    shape = module.matrix_shape(weight)
-    padding = module.paddings.get(weight, Padding(shape, shape))
-    return Packing(LAYOUTS[module.weight_layout], padding)
-
-
-def relayout_(module: PackedModule, layout: str) -> None:
-    """Puts the weights of a module in a layout, in new parameters, one weight at a time. An
-    exception undoes what was already done.
-
-    Other holders of the old parameters or of their memory (a state dict, an exported program) keep
-    them unchanged.
-    """
-    if layout == module.weight_layout:
-        return
-    packings = {
-        weight: (packing_of(module, weight), packing_of(module, weight, LAYOUTS[layout]))
-        for weight in module.part_names
-    }
-    done = []
-    try:
-        for weight, (here, there) in packings.items():
-            _move(module, weight, here, there)
-            done.append(weight)
-    except BaseException:
-        for weight in done:
-            _move(module, weight, *reversed(packings[weight]))
-        raise
-    module.weight_layout = layout
-    module.paddings = {
-        weight: there.padding for weight, (_, there) in packings.items() if there.padding
-    }
-
-
-def _move(module: PackedModule, weight: str, here: Packing, there: Packing) -> None:
-    """Replaces the parameters of one weight by new ones, made one matrix at a time."""
-    names = module.packed[weight]
-    old = [getattr(module, name) for name in names]
-    parts = [
-        as_part(plain(p).detach(), part)
-        for p, part in zip(old, module.encoding.parts, strict=False)
-    ]
-    lead, padded = parts[0].shape[:-2], there.padding.padded
-    with torch.inference_mode(parts[0].is_inference()):
-        moved_parts = [
-            empty(module.encoding.part_shape(part, lead, *padded), t, t.dtype)
-            for part, t in zip(module.encoding.parts, parts, strict=False)
-        ]
-        matrices = (
-            zip(_matrices(parts), _matrices(moved_parts), strict=True)
-            if has_values(parts[0])
-            else []
-        )
-        for source, target in matrices:
-            moved = there.pack(here.unpack(source, module.encoding), module.encoding)
-            for part, t in zip(target, moved, strict=True):
-                part.view(torch.uint8).copy_(t.view(torch.uint8))
-    for name, p, t in zip(names, old, moved_parts, strict=True):
-        new = nn.Parameter(t, requires_grad=False)
-        new.__dict__.update(p.__dict__)
-        setattr(module, name, new)
-
-
-def empty_parts(x: Tensor, encoding: Encoding, padded: Sequence[int], runs: int) -> list[Tensor]:
-    """Uninitialized memory for x float [E, N, K] in an encoding, as it is stored. runs: as in
-    `Encoding.part_shape`.
-    """
-    n, k = padded
-    return [
-        empty(encoding.part_shape(part, x.shape[:1], n, k, runs), x, part.dtype)
-        for part in encoding.parts
-    ]
-
-
-def empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialized memory: on the CPU on large pages, as for all weights."""
-    return (
-        pages.empty(shape, dtype)
-        if pages.takes(like)
-        else torch.empty(shape, dtype=dtype, device=like.device)
-    )
-
-
-def _matrices(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """The parts [E, N, ...] of a weight, for each matrix; [N, ...] is one matrix."""
-    return (
-        [parts]
-        if parts[0].dim() == 2
-        else [[part[e] for part in parts] for e in range(len(parts[0]))]
-    )

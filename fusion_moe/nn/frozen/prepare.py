@@ -24,7 +24,7 @@ from ...runtime.precompile import preparing
 from ..config import WEIGHTS
 from .adaptable import AdaptableModule
 from .base import place_
-from .folded import fold_, folding
+from .folded import folding, read_as_
 from .packed import PackedModule
 
 _ALL = "all"
@@ -104,7 +104,7 @@ def prepare_(
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
         if weights is not None and isinstance(module, AdaptableModule):
-            fold_(module, weights)
+            read_as_(module, weights)
         try:
             why = module.put_in(module.layout_on(backends.find(wanted, device)))
         except NonFiniteError as error:
@@ -112,7 +112,7 @@ def prepare_(
         if why:
             kept[name or type(module).__name__] = why
         place_(module)
-        module.considered = True
+        module.decided()
     if weights is not None and (did := folding(modules.values())):
         log.warning("%s", did)
     elif weights not in (None, "packed") and modules:

@@ -12,10 +12,8 @@ from ...encodings import (
 )
 from ...errors import ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
-from . import folded
 from .adaptable import AdaptableModule
-from .base import frozen
-from .packed import relayout_
+from .folded import read_as_
 
 
 class Projections(AdaptableModule):
@@ -77,13 +75,10 @@ class Projections(AdaptableModule):
 
     def _set_weights(self, up: Quantized, down: Quantized) -> None:
         weights = self.weights
-        folded.fold_(self, "packed")
-        self.encoding = up.encoding
-        self.part_names = {name: _names(up.encoding, name) for name in self.projections}
+        read_as_(self, "packed")
         for name, weight in zip(self.projections, (up, down), strict=True):
-            for key, part in zip(self.part_names[name], weight, strict=True):
-                setattr(self, key, frozen(part))
-        folded.fold_(self, weights)
+            self.hold(name, _names(weight.encoding, name), weight)
+        read_as_(self, weights)
 
     def to_nvfp4(self) -> Projections:
         """Converts MXFP4 weights to NVFP4 with equal values, in place, in the linear layout: for
@@ -93,7 +88,7 @@ class Projections(AdaptableModule):
         Raises like `encodings.exactly`.
         """
         if self.encoding != NVFP4:
-            relayout_(self, "linear")
+            self.reform(layout="linear")
             up, down = [
                 exactly(self.weight_of(name), NVFP4, 2 if name == "gate_up" else 0)
                 for name in self.projections

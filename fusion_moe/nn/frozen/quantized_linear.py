@@ -12,7 +12,6 @@ from ...encodings import Quantized
 from ...encodings.encoded import as_plain_tensors
 from ...errors import Error, ShapeError
 from .. import checks
-from .base import frozen
 from .packed import PackedModule
 
 
@@ -39,15 +38,9 @@ class QuantizedLinear(PackedModule):
         if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             found = "" if bias is None else f" and bias {list(bias.shape)}"
             raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
-        self.encoding = weight.encoding
         self.out_features, self.in_features = weight.shape
-        self.part_names = {"weight": ("weight", "weight_scale", "weight_scale_2")[: len(weight)]}
-        for name, part in zip(self.part_names["weight"], weight, strict=True):
-            if part.dim():
-                setattr(self, name, frozen(part))
-            else:
-                # FSDP2 refuses parameters that are scalars
-                self.register_buffer(name, part.detach())
+        names = ("weight", "weight_scale", "weight_scale_2")[: len(weight)]
+        self.hold("weight", names, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,8 +49,9 @@ class QuantizedLinear(PackedModule):
         """
         with as_plain_tensors():
             self.order()
-            checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
-            rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
+            checks.need_narrow_rows("x", x, self.in_features, "QuantizedLinear")
+            rows, form = x.reshape(-1, self.in_features), self.forms["weight"]
+            padding = form.padding
             rows = padding.pad_columns(rows) if padding else rows
             offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
             try:
@@ -65,8 +59,8 @@ class QuantizedLinear(PackedModule):
                     rows,
                     [t[None] for t in self._parts("weight")],
                     offs,
-                    weight_format=self.encoding.name,
-                    weight_layout=self.weight_layout,
+                    weight_format=form.encoding.name,
+                    weight_layout=form.layout,
                 )
             except Error as error:  # whose message has the operation's argument names
                 raise error.at(f"{type(self).__name__}, whose x is a") from None

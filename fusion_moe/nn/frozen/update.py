@@ -4,9 +4,8 @@ or rolls out with it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,18 +19,17 @@ from ...encodings import (
     check_part_scales,
     check_parts,
 )
-from ...encodings.encoded import plain
+from ...encodings.encoded import is_dtensor, plain
 from ...encodings.encoding import FLOATS
 from ...encodings.search import has_values
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
 from ...messages.warn import log
-from ..local import Sharding, is_dtensor
+from ..local import Sharding
 from .adaptable import AdaptableModule
-from .base import by_kernels, rounded
-from .packed import FROZEN, PackedModule, Packing, packing_of
+from .packed import FROZEN, PackedModule
+from .weight import Form, View, Weight
 
 _WHERE = "update_weights_"
-_PANEL, _LARGE_PANEL = 2**24, 2**28  # elements that are quantized at once, on CPUs and on GPUs
 
 
 def update_weights_(
@@ -158,9 +156,9 @@ class _Place:
         return getattr(self.module, "sharding", None)
 
     @property
-    def transposed(self) -> bool:
-        """Whether numbers are [..., K, N]."""
-        return bool(self.weight and getattr(self.module, "transposed", False))
+    def view(self) -> View:
+        """How the module that this one was converted from stores the numbers of a weight."""
+        return self.module.view_of(self.weight) if self.weight else View()
 
     def has_numbers(self, given: Mapping[str, Tensor]) -> bool:
         """Whether this is given as numbers, not as the parts of a weight."""
@@ -184,10 +182,8 @@ class _Place:
                 where=_WHERE,
             )
         (t,), (own, *_) = given.values(), self.own
-        shape = (
-            (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
-        )
-        _need_shape(name, tuple(t.shape), shape, self.transposed)
+        shape = self.shape if not self.view.transposed else (*self.shape[:-2], *self.shape[:-3:-1])
+        _need_shape(name, tuple(t.shape), shape, self.view.transposed)
         if t.dtype != own.dtype and not (t.dtype in FLOATS and (encoding or own.dtype in FLOATS)):
             raise DtypeError(f"{name} is {t.dtype}", expected=f"{own.dtype}", where=_WHERE)
         if t.dtype in FLOATS:
@@ -235,17 +231,12 @@ class _Place:
                 if self.sharding is None or self.sharding.has(self.names[0]):
                     own[0].copy_(given[self.names[0]])
                 return
-            tensors = [given[name] for name in self.names if name in given]
-            if own[0].dim() == 2:
-                own, tensors = [t[None] for t in own], [t[None] for t in tensors]
-            runs, order = 0, None
+            to = self.module.forms[self.weight]
+            weight = Weight([given[name] for name in self.names if name in given], Form(encoding))
             if self.has_numbers(given):
-                runs = self.module.rounded_runs(self.weight)
-                if isinstance(self.module, AdaptableModule):
-                    order = partial(self.module.in_own_order, self.weight)
-            scale = own[-1] if runs and self.module.frozen_scales else None
-            packing, rule = packing_of(self.module, self.weight), self.module.scales
-            write_weight_(own, tensors, encoding, packing, runs, scale, rule, order)
+                to = replace(to, runs=self.module.rounded_runs(self.weight))
+                weight = Weight.of_numbers(given[self.names[0]], self.view)
+            weight.to(to, own, own[-1] if self.module.frozen_scales else None, self.module.scales)
 
     def spoil(self) -> None:
         """Makes the tensors useless, and the module unusable."""
@@ -256,47 +247,6 @@ class _Place:
             if t.is_floating_point():
                 with torch.inference_mode(t.is_inference()), torch.no_grad():
                     t.fill_(float("nan"))
-
-
-def write_weight_(
-    own: Sequence[Tensor],
-    given: Sequence[Tensor],
-    encoding: Encoding,
-    packing: Packing,
-    runs: int,
-    matrix_scale: Tensor | None = None,
-    scales: str = "max",
-    order: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Puts a weight into its parts as they are stored, a panel of matrices at a time. given: parts
-    in linear order or, with `runs` scales of a matrix, numbers, which are rounded: [E, N, K], or
-    what `order` makes that.
-    """
-    device, (n, k) = own[0].device, packing.padding.shape
-    step = max(1, (_PANEL if device.type == "cpu" else _LARGE_PANEL) // (n * k))
-    in_order = order_by_kernels(device, encoding, packing, runs, scales)
-    for start in range(0, len(own[0]), step):
-        some = slice(start, start + step)
-        panels = [t[some].to(device) for t in given]
-        parts: Sequence[Tensor] = [(order(t) if order else t).contiguous() for t in panels]
-        if runs:
-            scale = None if matrix_scale is None else matrix_scale[some]
-            parts = rounded(parts[0], encoding, runs, scale, in_order, scales)
-        if in_order == "linear":
-            parts = packing.pack(parts, encoding)
-        for t, made in zip(own, parts, strict=True):
-            t[some].view(torch.uint8).copy_(made.reshape(t[some].shape).view(torch.uint8))
-
-
-def order_by_kernels(
-    device: torch.device, encoding: Encoding, packing: Packing, runs: int, scales: str = "max"
-) -> str:
-    """The layout in which kernels write the parts of a weight that they round: the one that it is
-    stored in, if rows with a scale of their own are whole tiles of it; "linear" without kernels.
-    """
-    layout, (n, _) = packing.layout, packing.padding.shape
-    whole = runs and not packing.padding and n // runs % layout.tile[0] == 0
-    return layout.name if whole and by_kernels(device, encoding, scales) else "linear"
 
 
 def _need_shape(
@@ -420,5 +370,5 @@ def _checked(
         place.check(given)  # raises: parts are missing
     for place, t in biases.items():
         stored = (place.module, place.bias_of) in as_parts
-        t = t if stored else place.module.in_own_order(place.bias_of, t)
+        t = t if stored else place.module.view_of(place.bias_of).unpack(t)[0]
         yield place, {place.names[0]: t}

@@ -5,14 +5,16 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ...encodings import Quantized, check_finite, dequantize, matrix_scale_of, quantize
+from ...encodings import check_finite, dequantize
 from ...errors import UnsupportedError
 from ..frozen.adaptable import AdaptableModule
-from ..frozen.packed import PackedModule, packing_of
+from ..frozen.packed import PackedModule
+from ..frozen.weight import Weight
 from .adapter import adapted, adapters_of
 
 Delta = Callable[[int], Tensor]
@@ -103,34 +105,21 @@ def write_(module: PackedModule, weights: Mapping[str, Sequence[Tensor]]) -> Non
         module.renew()
 
 
-def _sum(module: PackedModule, name: str, delta: Delta, where: str) -> tuple[Quantized, Tensor]:
+def _sum(
+    module: PackedModule, name: str, delta: Delta, where: str
+) -> tuple[Sequence[Tensor], Tensor]:
     """A weight plus delta, as the weight is stored, computed one matrix at a time; with the norms
     of `add_`.
     """
-    weight, packing = module.weight_of(name), packing_of(module, name)
-    made = weight.of(torch.empty_like(part) for part in weight)
-    stack = len(weight.shape) > 2
-    norms = torch.zeros(2, device=made[0].device)
-    for e in range(weight.shape[0] if stack else 1):
-        parts, new = ([t[e] if stack else t for t in both] for both in (weight, made))
-        old = weight.of(packing.unpack(parts, weight.encoding))
-        added = delta(e).to(made[0].device)
-        total = dequantize(old) + added
-        rounded = _encoded(total, old, module.rounded_runs(name), module.scales, where)
-        norms += torch.stack([(dequantize(rounded) - total).square().sum(), added.square().sum()])
-        for t, part in zip(new, packing.pack(rounded, weight.encoding), strict=True):
-            t.copy_(part)
-    return made, norms
-
-
-def _encoded(x: Tensor, like: Quantized, runs: int, rule: str, name: str) -> Quantized:
-    """x f32 [N, K] in the encoding of a matrix of `like`, so many runs of its rows by themselves;
-    rule: for the scales of blocks.
-    """
-    check_finite(x, like.encoding, name)
-    scales = [part for of, part in like.named() if of.of_matrix]
-    if not scales:
-        made = quantize(x.unflatten(0, (runs, -1)), like.encoding, scales=rule)
-        return made.of(t.flatten(0, 1) for t in made)
-    by_scale = x.view(*scales[0].shape, -1, x.shape[-1])  # for a scale [], x itself
-    return quantize(x, like.encoding, matrix_scale_of(by_scale, like.encoding), rule)
+    weight = module.value_of(name)
+    form = replace(weight.form, runs=module.rounded_runs(name))
+    made = Weight([torch.empty_like(t) for t in weight.natural], form)
+    norms = torch.zeros(2, device=made.parts[0].device)
+    for e, (old, new) in enumerate(zip(weight.matrices(), made.matrices(), strict=True)):
+        added = delta(e).to(norms.device)
+        total = dequantize(old.linear) + added
+        check_finite(total, form.encoding, where)
+        Weight.of_numbers(total).to(form, new.parts, scales=module.scales)
+        error = dequantize(new.linear) - total
+        norms += torch.stack([error.square().sum(), added.square().sum()])
+    return made.parts, norms

@@ -1115,6 +1115,15 @@ def encoded_weights_in_wrappers(mesh):
             )
             sharded[1].load_state_dict(state)
             assert sharded[1](*given).equal(y)
+            own = [p for p in sharded[1].parameters() if not p.requires_grad]
+            own += [t for name, t in encoded(state).items() if "decode" not in name]
+            for t in own:
+                before, other = t.to_local().clone(), t.clone()
+                other.to_local().zero_()
+                assert ((t + t.clone()) / 2).to_local().equal(before)
+                refuses(UnsupportedError, "mul_ of", lambda t=t: t.mul_(0.5))
+                refuses(UnsupportedError, "lerp_ of", lambda t=t, u=other: t.lerp_(u, 0.5))
+                assert t.to_local().equal(before)
 
 
 @case

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ....checkpoints.unfinished import sync
 from ....checkpoints.writing import appearing, write_json
+from ....encodings.encoded import is_dtensor
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ....messages.paths import destination
 from ...frozen.adaptable import AdaptableModule
-from ...local import gathered, is_dtensor
+from ...local import gathered
 from ...trained.activations import deinterleave, interleave
 from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
@@ -133,8 +134,7 @@ def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     adapters, factors = dict(adapters_of(module)), list[Tensor]()
     for projection, adapter in adapters.items():
         a, b = gathered(adapter.A.detach()), gathered(adapter.B.detach())
-        interleaved = module.interleaved and projection == "gate_up"
-        factors += to_peft(a, interleave(b, 1, 1) if interleaved else b)
+        factors += to_peft(a, interleave(b, 1, 1) if module.view_of(projection).interleaved else b)
     return zip(_keys(name, adapters), factors, strict=True)
 
 
@@ -230,7 +230,7 @@ def _factors(
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
         a = a_from_peft(tensors[key_a], _experts(module))
         b = b_from_peft(tensors[key_b], _experts(module))
-        b = deinterleave(b, 1, 1) if module.interleaved and projection == "gate_up" else b
+        b = deinterleave(b, 1, 1) if module.view_of(projection).interleaved else b
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         yield a, b
