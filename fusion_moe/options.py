@@ -107,8 +107,7 @@ class Options:
     order_weights: bool = _option(
         True,
         "weights in the order of CUDA's kernels from a module's first call there on, "
-        "without prepare_",
-        in_keys=False,
+        "without prepare_; others in each call of many rows",
     )
     background_compile: bool = _option(
         False,

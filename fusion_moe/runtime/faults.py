@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Error, GroupsError, RankError, WorkerError
+from ..errors import Error, GroupsError, NonFiniteError, RankError, WorkerError
 from . import cuda
 
 
@@ -64,6 +64,12 @@ _FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "group {place} of {value} rows does not fit offsets, problem_sizes and blockscale_offsets",
         "one partition of the rows: problem_sizes (m, N, K) of the weight, offsets the rows of the "
         "groups before, blockscale_offsets the same with each group in whole 128 rows",
+    ),
+    9: _Fault(
+        "a block scale of matrix {place} is NaN or negative: byte {value}",
+        "block scales that are numbers and not negative, as every quantizer writes them",
+        NonFiniteError,
+        "that call's result is wrong; the weight is damaged, or these are bytes of another type",
     ),
     _WORKER: _Fault(
         "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "

@@ -4,7 +4,7 @@ them.
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product; copies.py: copies in MXFP8, made in these
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is
-                made of
+                made of; reordering.py: of many rows, with weights that are not in tiles
 added.py        a product that joins the accumulators of another, as an adapter's
 fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
@@ -45,12 +45,12 @@ from . import fp8, gemm
 from .choose import Choice, Step
 from .collective import Collective
 from .gemm import EitherProduct, Gemm, Wgrad
-from .grouped_mm import Product
 from .heuristics import check_variant
 from .join import join
 from .launch import Launch
 from .loops import Loops
 from .readers import readable
+from .reordering import product
 from .source import Sizes, Source
 from .table import table_of
 from .variants import Matrices
@@ -85,7 +85,7 @@ def _product(fusion: Fusion) -> Source:
         return fp8.Fp8Product(need_one_width(made))
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
     if made.kind == "fprop" and not as_in_torch:
-        return Product(need_one_width(made))
+        return product(need_one_width(made))
     if as_in_torch and not (made.kind == "fprop" and made.one_width):
         return _first(made, Gemm)
     return _first(made, EitherProduct, Gemm)

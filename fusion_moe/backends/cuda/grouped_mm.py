@@ -76,7 +76,7 @@ class Product(PlannedSource):
 
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.activations)
-        super().__init__(plan, self.reader.names(plan.encoding))
+        super().__init__(plan, self._part_names(plan))
         self.dtype = plan.activations
         if plan.quantized:
             self.names[plan.rows[0]] = UNQUANTIZED
@@ -99,6 +99,10 @@ class Product(PlannedSource):
             epilogue.columns or [_J], plan.width, aligned=self.reader.tiled
         )
         self._functions = self._make_functions()
+
+    def _part_names(self, plan: ProductPlan) -> list[str]:
+        """What the struct calls the parts of the weight."""
+        return self.reader.names(plan.encoding)
 
     def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
         """The matrix in memory whose rows are the activations, and the number of row m's."""
@@ -158,7 +162,7 @@ class Product(PlannedSource):
             else self.once(self._prologue, chosen.activation_reader, bool(first))
         )
         products = self.products(
-            chosen, sizes, arch, reads_before_wait=not self._makes_ends or bool(prologue)
+            chosen, sizes, arch, reads_before_wait=self._is_ready or bool(prologue)
         )
         return [*first, *prologue, *products, *self.once(self.sums_of_tokens)]
 
@@ -341,9 +345,9 @@ class Product(PlannedSource):
         return made if made and made.kind.name == "route" else None
 
     @property
-    def _makes_ends(self) -> bool:
-        """Whether another kernel of this segment makes the ends."""
-        return self._maker_of_ends is not None and self._problem is None
+    def _is_ready(self) -> bool:
+        """Whether weights and ends are there before this segment's kernels."""
+        return self._maker_of_ends is None or self._problem is not None
 
     @property
     def _maker_of_ends(self) -> Op | None:

@@ -51,7 +51,8 @@ class Chosen:
     fragment order, as the previous segment wrote them, and whether the result is in fragment order.
     without_rest: whether rows of no group are left unwritten, since nothing reads them.
     quantizes_after: whether a kernel after a product without variants quantizes its result. sorts:
-    whether one before it copies the rows that it gathers.
+    whether one before it copies the rows that it gathers. reorders: whether one before it makes
+    tiles of the weights.
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -61,6 +62,7 @@ class Chosen:
     without_rest: bool = False
     quantizes_after: bool = False
     sorts: bool = False
+    reorders: bool = False
 
     @property
     def may_chain(self) -> bool:

@@ -63,7 +63,7 @@ class Reader:
         return [
             f"static constexpr i32 CODE_BITS = {encoding.element.bits}, SCALE_BLOCK = {block}, "
             f"SCALE_BYTES = {size};",
-            *(_order("ScaleOrder", self.layout.scales) if self.layout else []),
+            *(order_lines("ScaleOrder", self.layout.scales) if self.layout else []),
         ]
 
 
@@ -160,7 +160,8 @@ _VALUES = {
 }
 
 
-def _order(name: str, order: Order | None) -> list[str]:
+def order_lines(name: str, order: Order | None) -> list[str]:
+    """The C++ struct of an order; None: of the linear one."""
     if order is None:
         return [f"using {name} = LinearOrder;"]
     return order_struct(name, order, "u32", "__device__ ")
@@ -184,8 +185,8 @@ def _descriptor(of: Encoding, tiled: bool, layout: Tiled | None = None) -> list[
                 *([] if of.element.affine else _number(of.element)),
                 *(line for i, s in enumerate(scales) for line in _scale(i, s, tiled)),
                 f"using Scales = Parts<{', '.join(f'Scale{i}' for i in range(len(scales)))}>;",
-                *_order("ScaleOrder", layout.scales if layout else None),
-                *_order("ElementOrder", layout.elements if layout else None),
+                *order_lines("ScaleOrder", layout.scales if layout else None),
+                *order_lines("ElementOrder", layout.elements if layout else None),
                 *_step(of),
                 *(["struct Matrix {", *inner(matrix), "};"] if outer else []),
                 f"using Outer = {'OuterScale<Matrix>' if outer else 'NoOuterScale'};",

@@ -222,6 +222,10 @@ class Source(Writer):
             self._once[make, of] = make(*of)
         return self._once[make, of]
 
+    def arrays_of(self, chosen: Chosen) -> int:
+        """How many of the arrays (inputs, memory, scratch) the struct of a choice has."""
+        return len(self.fusion.inputs) + len(self.memory) + len(self.scratch)
+
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
         """The result, and its number of columns, that can be in fragment order, too."""

@@ -20,7 +20,7 @@ from .variants import SETS, Matrices, Variant
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
 KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: fields of a table
-CHANGES = ("gemm", "codes", "folded")
+CHANGES = ("gemm", "codes", "folded", "reordered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Table:
 
     changes: by what happens from there on. "gemm": 16-bit matrices are multiplied by
     kernels/product.cuh; "codes": e4m3 codes by kernels/fp8.cuh; "folded": of weights in few bits
-    that are there in FP8 too, those are read. The first that admits a product counts; the last
-    admits all.
+    that are there in FP8 too, those are read; "reordered": weights that do not lie in tiles become
+    tiles first. The first that admits a product counts; the last admits all.
     """
 
     tiled: tuple[Regime, ...]

@@ -18,7 +18,8 @@ enum Fault : u64 {
     NO_ANSWER = 5,
     NO_RANK = 6,
     BAD_PLACE = 7,
-    BAD_PROBLEM = 8
+    BAD_PROBLEM = 8,
+    BAD_WEIGHT = 9
 };
 
 __device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 value) {
