@@ -38,7 +38,7 @@ def backward(ctx, dy):
 scaled_srelu.register_autograd(backward, setup_context=keep)
 
 
-@fusion_moe.translator("tests::scaled_srelu")
+@fusion_moe.translator("tests::scaled_srelu", version="1")
 def translate_scaled_srelu(fd, x, scale):
     relu = fd.ops.relu(fd.ops.cast(x, dtype="f32"))
     column = fd.ops.cast(fd.ops.reshape(scale, new_shape=(*x.type.shape[:-1], 1)), dtype="f32")

@@ -225,13 +225,13 @@ def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
     source = MADE / "modelopt-qwen3_5_moe-mixed"
     as_it_is = from_pretrained(source)
     made = from_pretrained(source, quantization_config=NVFP4Config("fp8", weights="fp8"))
-    folded = [m for m in made.modules() if getattr(m, "rounding", None)]
+    folded = [m for m in made.modules() if getattr(m, "reading", None)]
     assert folded
     assert {m.weights for m in folded} == {"fp8"}
     made.save_pretrained(tmp_path)
     again = from_pretrained(tmp_path)
     assert same_parameters(again, as_it_is)
-    kept = {m.activation_format for m in again.modules() if hasattr(m, "rounding")}
+    kept = {m.activation_format for m in again.modules() if hasattr(m, "reading")}
     assert kept == {"fp8"}
 
 
@@ -245,7 +245,7 @@ def test_experts_in_floats_are_folded_as_they_are_loaded(weights, tmp_path):
     tokens = torch.arange(8)[None]
     with torch.inference_mode():
         assert torch.equal(made(tokens).logits, want(tokens).logits)
-    assert {m.weights for m in made.modules() if getattr(m, "rounding", None)} == {weights}
+    assert {m.weights for m in made.modules() if getattr(m, "reading", None)} == {weights}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), -1.0])
