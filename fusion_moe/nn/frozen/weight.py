@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...encodings import BF16, F16, F32, Encoding, Part, Quantized
+from ...encodings.checks import check_floats
 from ...encodings.folding import fold
 from ...encodings.search import has_values
 from ...layouts import LAYOUTS, Layout, Padding
@@ -283,5 +284,6 @@ def rounded(
     runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
     CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
     """
+    check_floats(x, encoding)
     made = Weight.of_numbers(x).to(Form(encoding, layout, runs=runs), (), matrix_scale, scales)
     return Quantized(*made.parts, encoding=encoding)
