@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from fusion_moe.runtime.memory import ALIGNMENT, Array, allocate, plan
 
+CPU = torch.device("cpu")
+
 
 @st.composite
 def arrays(draw: st.DrawFn) -> list[Array]:
@@ -73,17 +75,17 @@ def test_the_smallest_gap_is_taken():
 
 def test_addresses():
     memory = plan([Array("x", 10, 0, 0), Array("none", 0, 0, 0), Array("y", 300, 0, 0)])
-    held, addresses = allocate(memory)
+    held, addresses = allocate(memory, CPU)
     assert isinstance(held, torch.Tensor)
     assert held.nbytes >= memory.nbytes == 768
     assert [a - held.data_ptr() for a in addresses] == list(memory.offsets)
-    assert allocate(plan([]))[1] == []
+    assert allocate(plan([]), CPU)[1] == []
 
 
 def test_a_thread_keeps_memory_for_small_calls():
     small, large = (plan([Array("x", nbytes, 0, 0)]) for nbytes in (1000, 2**21))
-    held, first = allocate(small)
-    assert allocate(small) == (held, first)
+    held, first = allocate(small, CPU)
+    assert allocate(small, CPU) == (held, first)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(allocate, small).result()[1] != first
-    assert allocate(large)[0].nbytes == large.nbytes
+        assert other.submit(allocate, small, CPU).result()[1] != first
+    assert allocate(large, CPU)[0].nbytes == large.nbytes
