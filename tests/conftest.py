@@ -38,6 +38,8 @@ ONE_TORCH = {
     "integrations/nvfuser",
     "integrations/peft",
     "integrations/transformers",
+    "test_cover.py",
+    "test_golden_fixture.py",
 }
 # What it runs of the others without `--all`: where torch's versions differ.
 BY_TORCH = {

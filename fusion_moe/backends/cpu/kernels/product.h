@@ -7,10 +7,10 @@
 // - dgrad.cpp: rows [rows, N] x weight [G, N, K] -> [rows, K], for each encoding of weights
 // - wgrad.cpp: rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
 //
-// All loops are written here, those of floats too. torch exports at::native::cpublas::brgemm, from
-// an internal header; but it raises where the CPU lacks AVX-512 or its instructions for bfloat16,
-// which the ISA levels here serve, so no loop could go. And it would tie these libraries to one
-// build of torch, which wheels with compiled kernels are not.
+// All loops are written here, those of floats too. PyTorch exports at::native::cpublas::brgemm,
+// from an internal header; but it raises where the CPU lacks AVX-512 or its instructions for
+// bfloat16, which the ISA levels here serve, so no loop could go. And it would tie these libraries
+// to one build of PyTorch, which wheels with compiled kernels are not.
 #pragma once
 
 #include "numbers.h"
