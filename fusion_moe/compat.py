@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library import custom_ops
+from torch._ops import OpOverload
 
 from .definitions import translate
-from .encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize
+from .encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize, find
 from .errors import OptionError, ShapeError, Untranslatable, need_one_of
 from .ir.builder import FusionDefinition
 from .layouts import SF128X4
@@ -136,26 +137,44 @@ def register_nvf_cutlass_products() -> None:
         mxfp8_scaled_grouped_mm     e4m3 a [M, K], b [G, K, N]; scales f32 [M, K/128] and [G, K/128,
                                     N/128], for blocks of 128; strides are not read
 
-    Each is made of operations of `fusion_moe`, whose fakes, kernels and errors it has; to
-    torch.compile it is one operation. Rows become the numbers that their codes stand for, exact in
-    float32; products are summed in float32 and multiplied by alpha. It takes the place of another
-    `torch.library.custom_op` of its name.
+    Each is made of operations of `fusion_moe`, whose fakes, kernels, errors and translators it has:
+    compilers see these in its place, and fuse what comes after the product. Rows become the numbers
+    that their codes stand for, exact in bfloat16 or, of FP8 in blocks, float32; products are summed
+    in float32 and multiplied by alpha. It takes the place of another `torch.library.custom_op` of
+    its name.
     """
+    schema = "(Tensor codes, Tensor scales, Tensor? ends, str encoding) -> Tensor"
+    rows = torch.library.custom_op(_ROWS, _decoded, mutates_args=(), schema=schema)
+    rows.register_fake(_decoded)
     for name, (arguments, result, function) in _PRODUCTS.items():
-        schema = f"({arguments}) -> {result}"
-        custom_op = torch.library.custom_op(
-            f"nvf_cutlass::{name}", function, mutates_args=(), schema=schema
-        )
-        custom_op.register_fake(function)
+        library = custom_ops.get_library_allowing_overwrite("nvf_cutlass", name)
+        library.define(f"{name}({arguments}) -> {result}")
+        library.impl(name, function, "CompositeImplicitAutograd")
+
+
+def products() -> list[OpOverload]:
+    """The operations that `register_nvf_cutlass_products` has registered."""
+    names = torch._C._dispatch_get_all_op_names()
+    there = [name for name in _PRODUCTS if f"nvf_cutlass::{name}" in names]
+    return [getattr(torch.ops.nvf_cutlass, name).default for name in there]
+
+
+_ROWS = "fusion_moe_compat::rows"  # one operation: Inductor has no code for tensors of fp4
 
 
 def _rows(
     codes: Tensor, scales: Tensor, b: Tensor, of: Encoding, ends: Tensor | None = None
 ) -> Tensor:
-    """The numbers f32[M, K] of a quantized operand with scales in sf128x4, for a product with b."""
+    """The numbers bf16[M, K] of an operand with scales in sf128x4, for a product with b."""
     if codes.dim() != 2 or codes.shape[1] != b.shape[-1]:
         actual = f"a {[*codes.shape]}, b {[*b.shape]}"
         raise ShapeError(actual, expected="rows as wide as those of b", where="nvf_cutlass")
+    rows: Tensor = torch.ops.fusion_moe_compat.rows(codes, scales, ends, of.name)
+    return rows
+
+
+def _decoded(codes: Tensor, scales: Tensor, ends: Tensor | None, encoding: str) -> Tensor:
+    of = find(encoding)
     codes = codes.view(torch.uint8) if of is NVFP4 else codes
     shape = (codes.shape[0], of.blocks(of.elements(codes.shape[1])))
     if ends is not None:  # as many rows as groups need, or as many as they may need
@@ -164,7 +183,7 @@ def _rows(
         scales = padded.view(scales.dtype)
     linear = SF128X4.inverse(scales, shape, ends)
     one = [torch.ones((), device=codes.device)] if of is NVFP4 else []
-    return dequantize(Quantized(codes, linear, *one, encoding=of))
+    return dequantize(Quantized(codes, linear, *one, encoding=of), torch.bfloat16)
 
 
 def _ends(starts: Tensor, rows: Tensor) -> Tensor:
@@ -182,7 +201,7 @@ def _dense(rows: Tensor, parts: list[Tensor], form: str, dtype: torch.dtype) -> 
 def _nvfp4(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alpha: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    parts = [b.view(torch.uint8), sb, alpha.reshape(())]
+    parts = [b, sb, alpha.reshape(())]
     return _dense(_rows(a, sa, b, NVFP4), parts, NVFP4.name, dtype)
 
 
@@ -198,7 +217,7 @@ def _nvfp4_grouped(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, alphas: Tensor, *others: Any
 ) -> Tensor:
     *_, problem_sizes, starts, sf_offsets, dtype = others
-    rows, weight = _rows(a, sa, b, NVFP4, _ends(starts, a)), b.view(torch.uint8).transpose(1, 2)
+    rows, weight = _rows(a, sa, b, NVFP4, _ends(starts, a)), b.transpose(1, 2)
     of = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
     return of(rows, weight, sb, alphas, starts, sf_offsets, problem_sizes).to(dtype)
 

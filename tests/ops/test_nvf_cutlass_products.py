@@ -4,12 +4,15 @@ numbers; as functions and compiled.
 
 from __future__ import annotations
 
+from functools import partial
+
 import loops
 import pytest
 import torch
 from torch import Tensor
 
-from fusion_moe import compat
+import fusion_moe
+from fusion_moe import compat, options
 from fusion_moe.encodings import MXFP8, NVFP4, Quantized, dequantize, find, quantize
 from fusion_moe.errors import Error
 from fusion_moe.layouts import SF128X4
@@ -90,26 +93,62 @@ def test_products(name, dtype):
     near(found, want)
 
 
+def activated(name, *args: Tensor) -> Tensor:
+    return torch.relu(getattr(CUT, name)(*args, torch.bfloat16)) * 2
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_and_fake(name):
+def test_what_comes_after_is_fused(name):
     args, want = CALLS[name]()
-
-    def f(*args: Tensor) -> Tensor:
-        return getattr(CUT, name)(*args, torch.bfloat16) + 1
-
-    with torch.no_grad():
-        assert torch.compile(f, backend="fusion_moe", fullgraph=True)(*args).equal(f(*args))
+    with torch.no_grad(), options.override(contract_rounding=False):
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(activated, name), backend="fusion_moe", fullgraph=True)
+        assert compiled(*args).equal(activated(name, *args))
+        (fusion,) = fusion_moe.explain(partial(activated, name), *args).fusions
+    (segment,) = [s for s in fusion.segments if "fd.ops.grouped_mm" in s.ir]
+    assert (segment.backend, "fd.ops.relu" in segment.ir) == ("cpu", True)
     there = getattr(CUT, name)(*(t.to("meta") for t in args), torch.bfloat16)
     assert (there.shape, there.dtype) == (want.shape, torch.bfloat16)
 
 
+def test_any_number_of_rows():
+    """Their scales lie in as many tiles as they need."""
+    args, _ = dense()
+    f = partial(activated, "nvfp4_scaled_mm")
+    compiled = torch.compile(f, backend="fusion_moe", dynamic=True)
+    with torch.no_grad():
+        for rows in (M, 150, 300):
+            a, _ = drawn(rows, K)
+            some = [fp4(a), args[1], SF128X4.forward(a[1]), *args[3:]]
+            assert compiled(*some).equal(f(*some))
+
+
+@pytest.mark.thunder
+@pytest.mark.parametrize("name", CALLS)
+def test_what_comes_after_is_fused_by_thunder(name):
+    import thunder
+
+    from fusion_moe.thunder import thunder_executors
+
+    args, _ = CALLS[name]()
+    with torch.no_grad(), options.override(contract_rounding=False):
+        jitted = thunder.jit(partial(activated, name), executors=thunder_executors())
+        assert jitted(*args).equal(activated(name, *args))
+    (fused,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.is_fusion]
+    assert {"fusion_moe_grouped_mm", "relu"} & {b.sym.name for b in fused.subsymbols}
+
+
 def test_a_result_in_four_bits():
     args, want = dense()
-    codes, scales = CUT.nvfp4_scaled_mm_blockscale(*args, torch.tensor(2.0))
+    f = partial(CUT.nvfp4_scaled_mm_blockscale, *args, torch.tensor(2.0))
+    codes, scales = f()
     parts = codes.view(torch.uint8), SF128X4.inverse(scales, (M, N // 16)), torch.tensor(0.5)
     assert codes.dtype == torch.float4_e2m1fn_x2
     found = dequantize(Quantized(*parts, encoding=NVFP4)).double()
     assert (found - want).norm() <= 0.12 * want.norm()  # rounded to four bits
+    again = torch.compile(f, backend="fusion_moe", fullgraph=True)()
+    assert again[0].view(torch.uint8).equal(parts[0])
+    assert again[1].equal(scales)
 
 
 def test_wrong_sizes_are_said_before_anything_is_read():

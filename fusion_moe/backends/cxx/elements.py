@@ -228,6 +228,8 @@ class Elements:
 
     def _cast(self, op: Op, at: Sequence[Index]) -> Expression:
         (v,), to = op.values, op.attrs["dtype"]
+        if v.type.dtype == "f8e4m3" and to in _FLOATS:
+            return _rounded(formula("e4m3_({})", self._byte(*self._in_memory(v, at))), to)
         if (
             v.type.dtype not in COMPUTED
             or to not in COMPUTED

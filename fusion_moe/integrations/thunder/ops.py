@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
+from ... import compat
 from ...bodies.autocast import casted
 from ...definitions import translate
 from ...definitions.operations import SPECS, Spec, named_arguments
@@ -54,9 +55,10 @@ class Symbols:
         )
 
     def register_translated(self) -> None:
-        """Makes operations with translators known to thunder, unless they are already: of torch's
-        own, only the grouped product, which thunder's executors take for a few devices and
-        arguments, and the one that gives results of modules the shape of their inputs.
+        """Makes operations with translators known to thunder, and those that are made of such ones,
+        unless they are already: of torch's own, only the grouped product, which thunder's executors
+        take for a few devices and arguments, and the one that gives results of modules the shape of
+        their inputs.
         """
         self.of(torch.ops.aten._grouped_mm.default, torch._grouped_mm)
         self.of(torch.ops.aten._unsafe_view.default)
@@ -65,6 +67,8 @@ class Symbols:
                 # a translator may be registered before its operation
                 with suppress(TranslatorError):
                     self.of(translate.overload_of(translator.op))
+        for product in compat.products():
+            self._compose(product)
 
     def items(self) -> list[tuple[OpOverload, Symbol]]:
         """All operations that have a symbol, and their symbols."""
@@ -91,6 +95,20 @@ class Symbols:
             for called in names if foreign else ():
                 register_function(called, symbol)
         return self._of[op]
+
+    def _compose(self, op: OpOverload) -> None:
+        """Makes an operation that is made of others known to thunder: traces have these."""
+
+        def calls(*args: Any, **kwargs: Any) -> Any:
+            with recorded(op, args, kwargs) as call:
+                nodes = list(map(call.recorder.node, call.results))
+            parts = RecordedBackward(call.inputs, nodes, {}, {}, {}, False)
+            results = Replay(self, parts, tensors_in((args, kwargs))).results()
+            return results[0] if len(results) == 1 else tuple(results)
+
+        for called in (op, op.overloadpacket):
+            self.executor._lookasides[called] = at_users_line(calls)
+            register_function(called, calls)
 
     @disable_autocast()  # the trace that is differentiated has its casts
     def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:

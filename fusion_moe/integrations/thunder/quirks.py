@@ -13,7 +13,6 @@ from typing import Any
 import thunder
 import torch
 from thunder.core.interpreter import get_interpreterruntimectx
-from thunder.core.symbol import Symbol
 from thunder.core.trace import get_tracectx
 
 LIBRARIES = tuple(
@@ -21,15 +20,15 @@ LIBRARIES = tuple(
 )
 
 
-def at_users_line(symbol: Symbol) -> Callable[..., Any]:
-    """A symbol that records the user's line when the interpreter calls it: bound symbols of an
-    executor get that of the previous call.
+def at_users_line(symbol: Callable[..., Any]) -> Callable[..., Any]:
+    """A symbol, or a function that calls some, that records the user's line when the interpreter
+    calls it: bound symbols of an executor get that of the previous call.
 
     Unnecessary once thunder wraps the lookasides of executors like those of its own symbols
     (record_source_loc_in_symbol_header).
     """
 
-    @functools.wraps(symbol.meta)
+    @functools.wraps(getattr(symbol, "meta", symbol))
     def call(*args: Any, **kwargs: Any) -> Any:
         frames = get_interpreterruntimectx().frame_stack
         users = [f for f in frames if not f.code.co_filename.startswith(LIBRARIES)] or frames
