@@ -12,7 +12,7 @@ from .bodies import eager as _eager  # the bodies of the operations
 from .compile import run
 from .definitions.translate import translator
 from .errors import Untranslatable
-from .ir.builder import FusionDefinition
+from .ir import FusionDefinition
 from .nn import (
     FP8Config,
     INT4Config,

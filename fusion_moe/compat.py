@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from .definitions import translate
 from .encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize, find
 from .errors import OptionError, ShapeError, Untranslatable, need_one_of
-from .ir.builder import FusionDefinition
+from .ir import FusionDefinition
 from .layouts import SF128X4
 from .target import ACTIVATION_FORMATS
 

@@ -11,11 +11,11 @@ import torch
 from . import options, target
 from .backends import TARGETS, backend_for, backend_of, emit, find, in_place_of_kernel, plan
 from .errors import FusionError, UnsupportedError
-from .ir.core import Fusion
+from .ir import Fusion, parse
 from .ir.kinds import eight_bits
 from .ir.kinds.quantized import format_of
-from .ir.text import parse, text
-from .messages.warn import warn_once
+from .ir.text import text
+from .messages import warn_once
 from .options import Options
 from .passes import PASSES
 from .runtime import cuda, dump

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .errors import PluginError
-from .messages.warn import log
+from .messages import log
 
 GROUP = "fusion_moe.plugins"
 F = TypeVar("F", bound=Callable[..., Any])

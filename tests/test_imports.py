@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import networkx
@@ -116,6 +117,21 @@ def test_maps_of_folders_name_files_that_there_are():
         if not any(path.parent.rglob(file)) and not (ROOT / "fusion_moe" / file).exists()
     ]
     assert missing == []
+
+
+def test_what_a_folder_exports_hides_none_of_its_files():
+    """from .encoded import plain, before from .plain import F32, would make `plain` the file."""
+    hidden = [
+        f"{name}: {alias.name}"
+        for name, path in files().items()
+        if path.name == "__init__.py" and not is_outside(name)
+        for node in tree(name).body
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+        for alias in node.names
+        if getattr(import_module(name), alias.name)
+        is not getattr(import_module(f"{name}.{node.module}"), alias.name)
+    ]
+    assert hidden == []
 
 
 CORE = sorted(name for name in files() if not is_outside(name))

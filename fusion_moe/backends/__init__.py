@@ -17,8 +17,8 @@ import torch
 
 from .. import options, plugins, schedule
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
-from ..ir.core import Fusion
-from ..messages.warn import log
+from ..ir import Fusion
+from ..messages import log
 from ..passes import contract_rounding
 from ..runtime.kernel import Kernel
 from ..schedule.plan import REFERENCE, Plan, Refusal

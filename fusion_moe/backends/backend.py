@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.core import Fusion
+from ..ir import Fusion
 from ..runtime.kernel import Kernel
 from ..runtime.program import Joined
 from ..schedule.segment import Segment

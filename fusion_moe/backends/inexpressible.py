@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import UnsupportedError
-from ..ir.core import Op
+from ..ir import Op
 
 
 class Inexpressible(UnsupportedError):

@@ -7,7 +7,7 @@ have no kernel.
 
 from __future__ import annotations
 
-from ..ir.core import Fusion
+from ..ir import Fusion
 from ..runtime.kernel import Kernel
 from ..schedule import WITH_RANKS
 from ..schedule.plan import REFERENCE

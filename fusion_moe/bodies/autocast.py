@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 
 from ..definitions.operations import LIBRARY, SPECS, Spec, named_arguments
-from ..ir.types import dtype_name
+from ..ir import dtype_name
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}

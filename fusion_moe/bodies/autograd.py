@@ -49,9 +49,8 @@ from ..definitions.tensor_lists import Input, PartCounts, grouped
 from ..definitions.tensor_lists import flat as in_parts
 from ..definitions.traced import Sizes
 from ..errors import Error, UnsupportedError
-from ..ir.core import Fusion
+from ..ir import Fusion, one_line, parse
 from ..ir.derivative import Derivative, differentiate
-from ..ir.text import one_line, parse
 from ..runtime import native
 from ..runtime.remembered import Remembered
 from .eager import BODIES

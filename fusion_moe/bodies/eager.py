@@ -29,8 +29,9 @@ from ..definitions.operations import (
 )
 from ..definitions.run import RUN, RUN_INTO, all_inputs, named_sizes, need_written
 from ..definitions.tensor_lists import PartCounts, grouped, joined
+from ..ir import parse
 from ..ir.effects import check_targets
-from ..ir.text import parse, text
+from ..ir.text import text
 from ..options import Options, current, from_key
 from ..runtime import native
 from ..runtime.program import Program

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import NVFP4, Quantized, exactly
-from ..encodings.encoding import FLOATS
+from ..encodings import FLOATS, NVFP4, Quantized, exactly
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..messages.progress import progress
 from .configurations import compressed_config, modelopt_config, older_config, own_entries

@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from ..messages.paths import CONFIG, GGUF, check_checkpoint, exists, is_gguf
-from ..messages.warn import warn_once
+from ..messages import CONFIG, GGUF, check_checkpoint, exists, is_gguf, warn_once
 from .configurations import QUANTIZATION, TEXT_MODEL
 from .gguf import read_gguf
 from .headers import Entry, Read, Reads, Unread, read_header, read_json, shown

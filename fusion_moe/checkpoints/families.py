@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import UnsupportedError
-from ..messages.extras import install
+from ..messages import install
 from .directory import Directory
 from .fused import AS_STORED, FusedOrder, matrices_of
 from .headers import Entry, shown

@@ -25,11 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import MXFP4, NVFP4, Encoding
-from ..encodings.encoding import FLOATS
-from ..encodings.orders import NIBBLES
+from ..encodings import FLOATS, MXFP4, NIBBLES, NVFP4, Encoding
 from ..errors import CheckpointError, UnsupportedError
-from ..messages.extras import install
+from ..messages import install
 from .configurations import compressed_config, modelopt_config
 from .gguf_models import NO_CHANGE, Change, Model, model_of
 from .headers import MAX_BYTES, Entry, Reads, need_plain, shown

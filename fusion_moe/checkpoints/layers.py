@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..encodings.encoding import FLOATS
+from ..encodings import FLOATS
 from ..errors import CheckpointError, UnsupportedError
 from .experts import PER_EXPERT, LayerExperts
 from .families import Experts, Family, InFloats, family_of

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..encodings import Quantized, check_finite
-from ..encodings.convert import quantize_weight
-from ..encodings.search import check_rule, usual_rule
+from ..encodings import Quantized, check_finite, check_rule, quantize_weight
+from ..encodings.search import usual_rule
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
-from ..messages.skipped import check_skip, fits
+from ..messages import check_skip, fits
 from .conversion import (
     dense_step,
     matrices_in_floats,

@@ -17,9 +17,18 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..encodings import FP8_TENSOR, INT4, MXFP4, NF4, NVFP4, Encoding, Quantized, dequantize
-from ..encodings.encoding import FLOATS
-from ..encodings.orders import NIBBLES
+from ..encodings import (
+    FLOATS,
+    FP8_TENSOR,
+    INT4,
+    MXFP4,
+    NF4,
+    NIBBLES,
+    NVFP4,
+    Encoding,
+    Quantized,
+    dequantize,
+)
 from ..errors import Error, UnsupportedError
 from ..layouts.layout import as_bytes
 from .words import Words

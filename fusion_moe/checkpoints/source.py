@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..encodings import Quantized
-from ..encodings.encoding import FLOATS
+from ..encodings import FLOATS, Quantized
 from .directory import Directory
 from .experts import LayerExperts, layers_of_experts
 from .headers import Entry

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings.encoding import FLOATS
+from ..encodings import FLOATS
 from ..errors import CheckpointError, UnsupportedError
 from .fp8 import BLOCK
 from .fused import FusedOrder, family_order, matrices_of

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..encodings import Encoding, Quantized
-from ..encodings.orders import NIBBLES
-from ..encodings.real import real_tensors
+from ..encodings import NIBBLES, Encoding, Quantized, real_tensors
 from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
 from .directory import Directory
 from .fp8 import encoding_of, refusal

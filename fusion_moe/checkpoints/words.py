@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..encodings.orders import NIBBLES
+from ..encodings import NIBBLES
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..messages.paths import CONFIG, destination
-from ..messages.progress import phase, progress
-from ..messages.units import amount
+from ..messages import CONFIG, amount, destination, phase
+from ..messages.progress import progress
 from .directory import INDEX, OLDER_CONFIG, SINGLE, Directory
 from .headers import Entry
 from .shard import Step, shard_bytes_of, write_shard

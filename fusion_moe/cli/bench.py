@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import OptionError
-from ..messages.paths import check_checkpoint, exists
-from ..messages.units import amount, count, duration, ratio
+from ..messages import amount, check_checkpoint, count, duration, exists, ratio
 from .models import Device, a_model, check_device, device_of, quietly
 from .output import Result, table
 from .quantize import To

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..messages.paths import check_file
+from ..messages import check_file
 from .output import Result
 from .start import load
 

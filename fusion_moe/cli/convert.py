@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import OptionError
-from ..messages.paths import check_checkpoint, destination
+from ..messages import check_checkpoint, destination
 from .inspect_result import Inspection
 from .start import load
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
-from ..messages.paths import check_checkpoint
+from ..messages import check_checkpoint
 from .models import a_model, check_tokenizer, device_of, quietly, tokenizer_of
 from .output import Result, table
 from .start import load

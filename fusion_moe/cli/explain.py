@@ -11,9 +11,7 @@ import typer
 
 from ..arch import named
 from ..errors import UnsupportedError
-from ..messages.extras import install
-from ..messages.paths import check_checkpoint, check_writable
-from ..messages.units import count
+from ..messages import check_checkpoint, check_writable, count, install
 from .models import a_model, quietly
 from .output import Result
 from .start import load

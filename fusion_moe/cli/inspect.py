@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointError
-from ..messages.paths import check_checkpoint
+from ..messages import check_checkpoint
 from .inspect_result import Inspection
 from .start import load
 

@@ -31,7 +31,7 @@ from ..checkpoints.source import Source
 from ..encodings import BF16, F16, F32, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError
-from ..messages.paths import GGUF
+from ..messages import GGUF
 from ..runtime import build, isa
 from .inspect_result import Group, Inspection
 from .models import has_tokenizer

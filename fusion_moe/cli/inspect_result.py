@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import printable
-from ..messages.units import amount, count
+from ..messages import amount, count
 from .output import Result, table
 from .start import FINE, PROBLEMS
 

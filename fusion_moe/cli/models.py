@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError, Error, UnsupportedError, need_one_of
-from ..messages.extras import install
-from ..messages.paths import GGUF
+from ..messages import GGUF, install
 
 _TOKENIZERS = "token*", "tekken*", "vocab*", "*.tiktoken", "*.model"  # files of one
 Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]

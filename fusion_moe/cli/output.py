@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from ..errors import Error, OptionError, UnsupportedError
-from ..messages.paths import check_name
+from ..messages import check_name
 from .start import FINE, PROBLEMS, STOPPED, UNSUPPORTED, USAGE
 
 if TYPE_CHECKING:  # takes as long to import as all that is needed to check arguments

@@ -13,8 +13,7 @@ import typer
 
 from ..arch import lookup
 from ..errors import OptionError
-from ..messages.paths import check_checkpoint
-from ..messages.units import amount, bytes_of, ratio
+from ..messages import amount, bytes_of, check_checkpoint, ratio
 from .output import Result
 from .start import load
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..messages.paths import GGUF, check_checkpoint, destination
+from ..messages import GGUF, check_checkpoint, destination
 from .convert import Destination, DryRun, Source, written
 from .inspect_result import Inspection
 from .start import load

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import OptionError
-from ..messages.paths import check_checkpoint, check_writable
-from ..messages.units import bytes_of
+from ..messages import bytes_of, check_checkpoint, check_writable
 from .models import Device, check_device, check_tokenizer, device_of, quietly
 from .output import Result
 from .start import load

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..checkpoints import Directory
 from ..errors import OptionError
-from ..messages.units import amount, count
+from ..messages import amount, count
 from ..nn import Experts
 from .inspect_directory import kernels_for
 from .models import a_model, tokenizer_of

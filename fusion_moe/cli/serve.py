@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import OptionError, UnsupportedError
-from ..messages.extras import install
-from ..messages.paths import check_checkpoint
+from ..messages import check_checkpoint, install
 from .models import Device, a_model, check_device, check_tokenizer, device_of
 from .output import Result
 from .start import load

@@ -20,10 +20,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion
-from ..ir.sizes import symbol
-from ..ir.types import DTYPES, FLOATS, TensorType, dtype_name
+from ..ir import DTYPES, FLOATS, Fusion, FusionDefinition, TensorType, dtype_name, symbol
 from . import run, translate
 from .run import NAMESPACE, empty_outputs, flops
 from .traced import Sizes, equal, tensor_type

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, ShapeError
-from ..ir.binding import storage
-from ..ir.core import Fusion
-from ..ir.sizes import value
-from ..ir.text import parse
+from ..ir import Fusion, parse, storage, value
 from .tensor_lists import PartCounts, grouped
 
 NAMESPACE = "fusion_moe"

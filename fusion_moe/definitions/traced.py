@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import Error, Untranslatable
-from ..ir.sizes import AnySize, symbol
-from ..ir.types import TensorType, dtype_name
+from ..ir import AnySize, TensorType, dtype_name, symbol
 
 
 def hint(n: int | torch.SymInt) -> Any:

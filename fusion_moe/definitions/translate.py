@@ -33,10 +33,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .. import plugins
 from ..errors import Error, PluginError, TranslatorError, Untranslatable
-from ..ir.builder import FusionDefinition
-from ..ir.core import Value
-from ..ir.types import TensorType, plain
-from ..messages.warn import log
+from ..ir import FusionDefinition, TensorType, Value, plain
+from ..messages import log
 from ..plugins import message, raised_at
 
 BUILTIN = "fusion_moe_translators"

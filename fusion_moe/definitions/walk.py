@@ -16,9 +16,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
 from ..errors import Error, FusionError, ShapeError, TranslatorError, Untranslatable
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
-from ..ir.types import TensorType
+from ..ir import Fusion, FusionDefinition, Op, TensorType, Value
 from . import translate
 from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 from .traced import Sizes, may_be_equal, plain_argument, tensor_type

@@ -18,9 +18,11 @@ from .checks import (
     check_part_scales,
     check_parts,
 )
-from .convert import dequantize, exactly, matrix_scale_of, quantize
+from .convert import dequantize, exactly, matrix_scale_of, quantize, quantize_weight
+from .encoded import EncodedParameter, as_plain_tensors, is_dtensor
 from .encoding import (
     ENCODINGS,
+    FLOATS,
     ROW,
     Element,
     Encoding,
@@ -31,6 +33,7 @@ from .encoding import (
     register,
     unregister,
 )
+from .folding import FOLDED, foldable
 from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_ROWS, FP8_TENSOR
 from .fp8_block import FP8_BLOCKS_F32, FP8_COLUMNS, FP8_COLUMNS_F32, FP8_ROWS_F32
 from .integers import INT4, INTEGERS
@@ -38,13 +41,18 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
 from .nf4 import NF4
 from .nvfp4 import NVFP4
+from .orders import NIBBLES, CodeOrder
 from .plain import BF16, F16, F32
+from .real import real_tensors
+from .search import check_rule, has_values
 
 __all__ = [
     "BF16",
     "ENCODINGS",
     "F16",
     "F32",
+    "FLOATS",
+    "FOLDED",
     "FP8",
     "FP8_BLOCKS_F32",
     "FP8_CHANNEL",
@@ -60,22 +68,32 @@ __all__ = [
     "MXFP8",
     "MXFP8_COLUMNS",
     "NF4",
+    "NIBBLES",
     "NVFP4",
     "ROW",
+    "CodeOrder",
     "Element",
+    "EncodedParameter",
     "Encoding",
     "Part",
     "Quantized",
     "Scale",
+    "as_plain_tensors",
     "check_finite",
     "check_matrix_scales",
     "check_part_scales",
     "check_parts",
+    "check_rule",
     "dequantize",
     "exactly",
     "find",
+    "foldable",
+    "has_values",
+    "is_dtensor",
     "matrix_scale_of",
     "quantize",
+    "quantize_weight",
+    "real_tensors",
     "register",
     "unregister",
 ]

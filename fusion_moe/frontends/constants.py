@@ -18,8 +18,7 @@ from torch.fx import Graph, Node
 from .. import backends
 from ..encodings import check_part_scales
 from ..errors import NonFiniteError
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, FusionDefinition, Op, Value
 from ..ir.kinds.quantized import format_of
 from ..layouts import LAYOUTS
 from ..options import Options

@@ -14,8 +14,7 @@ from torch.fx import GraphModule, Node
 from .. import plugins
 from ..definitions import translate
 from ..definitions.nodes import users_name
-from ..messages.units import some
-from ..messages.warn import warn_once
+from ..messages import some, warn_once
 
 _LEAST = 16  # features: weights of convolutions have three dimensions too, but a smaller last one
 

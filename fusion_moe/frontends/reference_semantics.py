@@ -27,8 +27,8 @@ from ..definitions.traced import hint
 from ..definitions.translate import Translator
 from ..definitions.walk import Walk
 from ..errors import Error, TranslatorError
-from ..ir.core import Fusion
-from ..messages.warn import warn_once
+from ..ir import Fusion
+from ..messages import warn_once
 from ..plugins import message
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -35,8 +35,8 @@ from ..definitions.nodes import (
 )
 from ..definitions.walk import Walk
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
-from ..ir.core import Fusion
-from ..messages.warn import warn_once
+from ..ir import Fusion
+from ..messages import warn_once
 from ..options import Options
 from ..schedule.segment import by_structure
 from ..target import Target

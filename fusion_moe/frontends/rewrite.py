@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from ..compile import program_of
 from ..definitions.nodes import SizeSource
 from ..definitions.walk import mT_dims
-from ..ir.text import one_line
+from ..ir import one_line
 from ..options import Options
 from .regions import Region
 

@@ -1,5 +1,7 @@
 """The fusion IR: typed programs over rows that are divided into groups. docs/ir.md describes it.
 
+What most of the library uses of it is imported from here; the files are:
+
 sizes.py, types.py, signature.py    sizes that the host knows at launch; types of values, programs
 core.py          Value, Op, Fusion; binding.py: symbols become numbers
 kinds/           the table of operations: type rule, meaning, derivative
@@ -11,3 +13,45 @@ saved.py         what the forward saves: a minimum cut; router_gradient.py: one 
 postponed.py     outputs that are computed later; effects.py: inputs that are written
 flow.py          parts of programs; collectives.py: values that ranks exchange
 """
+
+from .binding import nbytes, storage, storage_shape
+from .builder import FusionDefinition
+from .core import Fusion, Op, Value
+from .flow import dependent, made_again, needed, part
+from .kinds.shape import elements
+from .sizes import AnySize, CeilDiv, Size, ceildiv, exact_div, symbol, value
+from .text import one_line, parse
+from .types import DTYPES, FLOATS, STORED, Dim, Groups, Rows, TensorType, dtype_name, plain
+
+__all__ = [
+    "DTYPES",
+    "FLOATS",
+    "STORED",
+    "AnySize",
+    "CeilDiv",
+    "Dim",
+    "Fusion",
+    "FusionDefinition",
+    "Groups",
+    "Op",
+    "Rows",
+    "Size",
+    "TensorType",
+    "Value",
+    "ceildiv",
+    "dependent",
+    "dtype_name",
+    "elements",
+    "exact_div",
+    "made_again",
+    "nbytes",
+    "needed",
+    "one_line",
+    "parse",
+    "part",
+    "plain",
+    "storage",
+    "storage_shape",
+    "symbol",
+    "value",
+]

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..encodings.real import real_tensors
+from ..encodings import real_tensors
 from ..errors import OptionError, ShapeError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value

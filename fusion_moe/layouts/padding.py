@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..encodings import Encoding, Part
-from ..encodings.real import real_tensors
+from ..encodings import Encoding, Part, real_tensors
 from .layout import as_bytes
 
 

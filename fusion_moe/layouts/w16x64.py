@@ -38,9 +38,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..encodings import Encoding, Part
+from ..encodings import CodeOrder, Encoding, Part
 from ..encodings.encoded import plain
-from ..encodings.orders import CodeOrder
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from ..ir import DTYPES, FLOATS
 from ..ir.effects import overlap
-from ..ir.types import DTYPES, FLOATS
 
 FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 

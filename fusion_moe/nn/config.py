@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from ..encodings import ENCODINGS, FP8, INT4, MXFP4, NVFP4, Encoding
-from ..encodings.search import check_rule, usual_rule
+from ..encodings import ENCODINGS, FP8, INT4, MXFP4, NVFP4, Encoding, check_rule
+from ..encodings.search import usual_rule
 from ..errors import OptionError, need_one_of
-from ..messages.skipped import check_skip
+from ..messages import check_skip
 from ..target import ACTIVATION_FORMATS
 
 WEIGHTS = ("packed", "fp8", "both")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..encodings.encoded import is_dtensor
+from ..encodings import is_dtensor
 
 
 class Sharding(Protocol):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..backends.cuda.launch import KERNELS
-from ..encodings import Encoding
+from ..encodings import CodeOrder, Encoding
 from ..encodings import Part as EncodingPart
-from ..encodings.orders import CodeOrder, Nibbles
+from ..encodings.orders import Nibbles
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
 

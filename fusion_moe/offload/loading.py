@@ -11,8 +11,7 @@ import torch
 
 from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
-from ..messages.units import bytes_of
-from ..messages.warn import log
+from ..messages import bytes_of, log
 from ..runtime.host_memory import pages
 from . import folder as folders
 from . import plan as plans

@@ -15,9 +15,8 @@ from torch import nn
 
 from .. import plugins
 from ..errors import OptionError, UnsupportedError, need_one_of
+from ..messages import bytes_of, count, log
 from ..messages.progress import progress
-from ..messages.units import bytes_of, count
-from ..messages.warn import log
 from ..nn.frozen.base import own_parameters
 from ..nn.frozen.experts import Experts
 from ..nn.frozen.projections import Projections

@@ -18,7 +18,7 @@ from ..checkpoints import Directory
 from ..checkpoints.experts import number, predicts_further_tokens
 from ..checkpoints.stored import all_eight_bits, weights_in
 from ..errors import OptionError, UnsupportedError
-from ..messages.units import amount, count
+from ..messages import amount, count
 from ..nn.frozen.experts import Experts
 from ..runtime.host_memory import pages
 from .machine import Machine

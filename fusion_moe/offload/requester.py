@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..definitions.operations import SPECS, bind
-from ..messages.warn import warn_once
+from ..messages import warn_once
 from .cuda import host_program
 from .device import HostStorage
 from .pinned import Staging

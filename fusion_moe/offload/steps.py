@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..definitions.operations import SPECS, Call, bind, eager_types, fusion_of
-from ..ir.core import Fusion
-from ..ir.flow import made_again, part
+from ..ir import Fusion, made_again, part
 from ..ir.text import text
 
 _NAME = "fused_experts"

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, FusionDefinition, Op, Value
 from ..target import Target
 from .rewrite import rewrite
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
-from ..ir.types import FLOATS, plain
+from ..ir import FLOATS, Fusion, FusionDefinition, Op, Value, plain
 from ..target import Target
 from .rewrite import rewrite
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, FusionDefinition, Op, Value
 from .rewrite import rewrite
 from .simplify import simplify
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, Op, Value
 from ..target import Target
 
 

@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, FusionDefinition, Op, Value, exact_div, plain
 from ..ir.kinds import eight_bits
 from ..ir.kinds.quantized import format_of
 from ..ir.kinds.runs import in_runs
-from ..ir.sizes import exact_div
-from ..ir.types import plain
 from ..target import Target
 from .rewrite import rewrite
 

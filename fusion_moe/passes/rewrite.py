@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
-from ..ir.types import TensorType
+from ..ir import Fusion, FusionDefinition, Op, TensorType, Value
 
 # rule(fd, op, its inputs in the new fusion) -> the replacements of its outputs, or None to copy it
 Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, Op, Value
 from ..target import Target
 
 

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..encodings import Encoding
-from ..ir.builder import FusionDefinition
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, FusionDefinition, Op, Value
 from ..ir.kinds.collectives import PIECE
 from ..ir.kinds.rules import known
 from ..target import ROWS, Target

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import OptionError
-from ..messages.units import count
+from ..messages import count
 from ..report.data import Machine
 
 SCHEMA = "fusion_moe.record/1"

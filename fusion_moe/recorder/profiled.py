@@ -19,9 +19,8 @@ from torch.profiler import profile as Profiler
 
 from ..errors import Error
 from ..frontends.compiled import kept
-from ..ir.sizes import value
+from ..ir import plain, value
 from ..ir.text import text
-from ..ir.types import plain
 from ..report import cost
 from ..report.measure import cpu_seconds
 from ..report.trace import last_compiled

@@ -20,7 +20,7 @@ from torch.profiler import profile as Profiler
 
 from .. import __version__, plugins
 from ..errors import OptionError, UnsupportedError, need
-from ..messages.units import count
+from ..messages import count
 from ..nn.local import local
 from ..report.measure import ends_of, preemptions, this_cpu
 from ..runtime import counts, cuda, native, recording, timeline

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..errors import UnsupportedError, need
-from ..messages.paths import check_file
-from ..messages.units import count, duration, ratio
+from ..messages import check_file, count, duration, ratio
 from ..report.output import Document, Shown
 from .data import KernelRun, RunData, merged, of_json
 from .page import page

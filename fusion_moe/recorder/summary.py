@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..messages.units import amount, count, duration, ratio
+from ..messages import amount, count, duration, ratio
 from .data import KernelRun, RunData
 
 KERNELS, _GAPS = 12, 4  # that are shown

@@ -20,9 +20,7 @@ from ..bodies.autograd import derivative_of
 from ..definitions.nodes import call_of, called_op, is_view, users_name
 from ..definitions.traced import hint
 from ..frontends.regions import Region
-from ..ir.core import Fusion
-from ..ir.flow import dependent
-from ..ir.types import DTYPES
+from ..ir import DTYPES, Fusion, dependent
 from .data import TensorReport
 
 # an output of a fusion -> the segment that makes it, and the operation

@@ -21,9 +21,8 @@ from ..compile import Lowered, lower
 from ..definitions import translate
 from ..definitions.nodes import called_op
 from ..frontends.regions import Found, NotFused, Region, find_regions
-from ..ir.sizes import value
+from ..ir import Dim, Groups, Rows, TensorType, value
 from ..ir.text import text
-from ..ir.types import Dim, Groups, Rows, TensorType
 from ..options import Options
 from ..passes import dropped_roundings
 from ..runtime import cuda as gpus

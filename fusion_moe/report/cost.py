@@ -15,11 +15,19 @@ from collections.abc import Mapping
 from math import prod
 
 from ..encodings import Part
-from ..ir.binding import storage_shape
-from ..ir.core import Fusion, Op, Value
+from ..ir import (
+    DTYPES,
+    Fusion,
+    Op,
+    Rows,
+    TensorType,
+    Value,
+    dtype_name,
+    plain,
+    storage_shape,
+    value,
+)
 from ..ir.kinds.runs import part_shape
-from ..ir.sizes import value
-from ..ir.types import DTYPES, Rows, TensorType, dtype_name, plain
 from ..layouts import LAYOUTS
 
 _COPIES = ("cat", "pad", "full")  # their role is "shape", but they write new memory

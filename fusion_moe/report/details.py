@@ -12,7 +12,7 @@ from statistics import median_low
 from ..backends import TARGETS, backend_of
 from ..frontends.float_experts import advice
 from ..ir.kinds.eight_bits import CODED_MULTIPLE
-from ..messages.units import amount, count, duration, ratio
+from ..messages import amount, count, duration, ratio
 from .data import Load, ReportData, TensorReport, total
 from .summary import after, what
 

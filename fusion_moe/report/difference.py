@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from ..errors import need
-from ..messages.units import amount, count, duration
+from ..messages import amount, count, duration
 from .data import FusionReport, ReportData, SegmentReport
 from .output import Shown
 

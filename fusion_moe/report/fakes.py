@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
-from ..messages.warn import log
+from ..messages import log
 from .backward import type_of
 
 T = TypeVar("T")

@@ -13,11 +13,9 @@ from .. import options
 from ..arch import Arch
 from ..backends import TARGETS, backend_for, cuda
 from ..errors import UnsupportedError
-from ..ir.core import Fusion
+from ..ir import Fusion, TensorType, plain, value
 from ..ir.kinds.quantized import format_of
-from ..ir.sizes import value
 from ..ir.text import text
-from ..ir.types import TensorType, plain
 from ..layouts import LAYOUTS, LINEAR
 from ..layouts.groups import ceil_to
 from ..runtime.kernel import Kernel

@@ -25,11 +25,9 @@ from ..encodings import Quantized, dequantize
 from ..errors import Error
 from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import made_again
+from ..ir import DTYPES, Fusion, Op, Value, made_again
 from ..ir.kinds.quantized import linear
 from ..ir.text import text
-from ..ir.types import DTYPES
 from ..layouts import groups
 from ..messages.progress import progress
 from ..options import Options

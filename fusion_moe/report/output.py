@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..messages.paths import check_writable
+from ..messages import check_writable
 from ..runtime import store
 
 

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from ..encodings import find
-from ..ir.binding import storage_shape
-from ..ir.core import Fusion, Op, Value
-from ..ir.sizes import value
-from ..ir.types import DTYPES, FLOATS, Groups, plain
+from ..ir import DTYPES, FLOATS, Fusion, Groups, Op, Value, plain, storage_shape, value
 from ..layouts.groups import ends_from_sizes
 from .data import FusionReport
 

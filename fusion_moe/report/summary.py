@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ..frontends.float_experts import advice
-from ..messages.units import amount, count, duration, ratio, some
+from ..messages import amount, count, duration, ratio, some
 from ..schedule.plan import REFERENCE
 from .data import FusionReport, ReportData, SegmentReport, total
 

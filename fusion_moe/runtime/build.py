@@ -40,7 +40,7 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
-from ..messages.warn import warn_once
+from ..messages import warn_once
 from . import dump, isa, recording, store
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that

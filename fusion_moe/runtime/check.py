@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from .. import options
-from ..encodings import Encoding, find
-from ..encodings.real import real_tensors
+from ..encodings import Encoding, find, real_tensors
 from ..errors import FusionError, UnsupportedError
-from ..ir.core import Fusion, Op, Value
+from ..ir import DTYPES, Fusion, Op, Value
 from ..ir.text import text
-from ..ir.types import DTYPES
 from ..schedule.plan import REFERENCE
 from ..schedule.segment import Segment
 from . import cuda, store

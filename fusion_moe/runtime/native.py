@@ -26,8 +26,7 @@ import torch
 
 from .. import options
 from ..errors import BuildError, Error
-from ..messages.progress import waiting
-from ..messages.warn import log
+from ..messages import log, waiting
 from . import build, precompile
 
 SOURCE = Path(__file__).with_name("native.cpp")

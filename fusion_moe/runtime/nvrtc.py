@@ -25,7 +25,7 @@ from typing import Any
 
 from .. import options
 from ..errors import BuildError
-from ..messages.extras import install
+from ..messages import install
 from . import driver, dump, recording, store
 from .build import first_errors, keep_failed
 

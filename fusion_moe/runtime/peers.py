@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Error, FusionError, OptionError, ShapeError
-from ..ir.core import Fusion, Op
+from ..ir import AnySize, Fusion, Op, value
 from ..ir.kinds.collectives import PEERS, peers_of, sent_of
-from ..ir.sizes import AnySize, value
 from . import native
 
 

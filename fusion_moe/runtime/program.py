@@ -16,9 +16,7 @@ from .. import options
 from ..definitions.run import empty_outputs
 from ..definitions.tensor_lists import need_memory
 from ..errors import DeviceError, ShapeError
-from ..ir.binding import storage
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import needed
+from ..ir import Fusion, Op, Value, needed, storage
 from ..schedule.segment import Segment
 from ..target import Target
 from . import check, dump, native, peers, recording

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
-from ..messages.warn import warn_once
+from ..messages import warn_once
 from . import trust
 
 

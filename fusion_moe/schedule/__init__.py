@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from ..ir.core import Fusion, Value
+from ..ir import Fusion, Value
 from ..target import Target
 from . import collective, grouped_gemm, layout, pointwise, rows
 

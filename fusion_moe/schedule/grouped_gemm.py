@@ -17,11 +17,7 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import dependent, needed
-from ..ir.kinds.shape import elements
-from ..ir.sizes import exact_div
-from ..ir.types import Rows, plain
+from ..ir import Fusion, Op, Rows, Value, dependent, elements, exact_div, needed, plain
 from ..target import Target
 from .product import GroupedProduct, cat_before, main_and_added, products, quantized_result
 

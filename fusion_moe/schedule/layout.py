@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import dependent
+from ..ir import Fusion, Op, Value, dependent
 from ..target import Target
 from . import pointwise, rows
 

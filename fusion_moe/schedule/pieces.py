@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from .. import schedule
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import dependent
-from ..ir.types import DTYPES, FLOATS
+from ..ir import DTYPES, FLOATS, Fusion, Op, Value, dependent
 from ..target import Target
 from .product import some_may_be_added
 

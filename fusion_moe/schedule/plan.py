@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ir.core import Fusion, Op
+from ..ir import Fusion, Op
 
 REFERENCE = "reference"
 

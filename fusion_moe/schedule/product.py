@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from ..ir.core import Fusion, Op, Value
-from ..ir.flow import dependent
-from ..ir.types import Dim, plain
+from ..ir import Dim, Fusion, Op, Value, dependent, plain
 
 Axis = Literal["M", "N", "K"]
 _KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a, b and the result

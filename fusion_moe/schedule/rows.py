@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Value
+from ..ir import Fusion, Value
 from ..target import Target
 from . import pointwise
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import schedule
-from ..ir.core import Fusion, Op, Value
+from ..ir import Fusion, Op, Value
 from ..target import Target
 from .pieces import Pieces
 from .plan import REFERENCE, Plan, Planner, Refusal

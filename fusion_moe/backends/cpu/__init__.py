@@ -14,7 +14,7 @@ package (prebuilt.py), and then also serves machines without a compiler.
 from __future__ import annotations
 
 from ...errors import UnsupportedError
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
 from ...schedule import WITH_RANKS
@@ -23,7 +23,7 @@ from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
 from ..backend import Backend
-from ..cxx.product_plan import ACTIVATIONS, plan_product, plan_wgrad
+from ..cxx import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library

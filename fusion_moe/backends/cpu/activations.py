@@ -4,10 +4,9 @@ computed.
 
 from __future__ import annotations
 
-from ...ir.core import Value
+from ...ir import Value
+from ..cxx import Variable, branches, hoisted, inner, written
 from ..cxx.elements import STORED
-from ..cxx.indices import Variable
-from ..cxx.statements import branches, hoisted, inner, written
 from .segment import SegmentWriter
 
 ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}  # kernels/product.h

@@ -9,12 +9,22 @@ from functools import cached_property
 from itertools import pairwise
 
 from ...errors import UnsupportedError
-from ...ir.core import Value
-from ..cxx.elements import Elements, stored
-from ..cxx.epilogue import Epilogue
-from ..cxx.indices import Index, Variable, is_index, size
-from ..cxx.product_plan import ProductPlan, known, row_width
-from ..cxx.statements import Expression, formula, inner
+from ...ir import Value
+from ..cxx import (
+    Elements,
+    Epilogue,
+    Expression,
+    Index,
+    ProductPlan,
+    Variable,
+    formula,
+    inner,
+    is_index,
+    known,
+    size,
+    stored,
+)
+from ..cxx.product_plan import row_width
 from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS
 from .segment import SegmentWriter, Source

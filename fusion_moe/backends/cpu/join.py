@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...ir.core import Fusion, Value
+from ...ir import Fusion, Value
 from ...runtime.kernel import Kernel
 from ...runtime.launch_plan import LaunchPlan
 from ...schedule.segment import Segment

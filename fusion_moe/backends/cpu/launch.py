@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ...ir.binding import nbytes, storage
-from ...ir.core import Fusion, Value
+from ...ir import Fusion, Value, nbytes, storage
 from ...ir.kinds.collectives import PEERS, peers_of
 from ...runtime import build, memory, native
 from ...runtime.faults import rank_error

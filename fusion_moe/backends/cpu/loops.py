@@ -10,16 +10,26 @@ from collections.abc import Callable, Sequence
 
 from ...encodings import FP8_E8M0, NVFP4, Encoding
 from ...errors import UnsupportedError
-from ...ir.core import Fusion, Op, Value
+from ...ir import AnySize, Dim, Fusion, Op, Value, elements, plain
 from ...ir.kinds.eight_bits import TRAINED
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize
-from ...ir.types import Dim, plain
-from ..cxx.elements import scale_class
-from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
-from ..cxx.product_plan import MADE_FIRST, known
-from ..cxx.statements import Statement, branches, hoisted, inner, written
-from ..cxx.sums import reduction
+from ..cxx import (
+    MADE_FIRST,
+    Index,
+    Number,
+    Statement,
+    Variable,
+    branches,
+    flat,
+    hoisted,
+    inner,
+    known,
+    reduction,
+    reshaped,
+    scale_class,
+    size,
+    unflat,
+    written,
+)
 from ..inexpressible import Inexpressible, naming
 from .segment import SegmentWriter, Source
 

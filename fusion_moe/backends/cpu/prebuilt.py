@@ -16,7 +16,7 @@ import torch
 
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...ir.kinds.quantized import linear
 from ...layouts.groups import check_ends
 from ...runtime import build, isa

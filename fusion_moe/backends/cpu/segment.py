@@ -14,15 +14,20 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
-from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.shape import elements
-from ...ir.types import Dim, Rows, plain
-from ..cxx import router
-from ..cxx.elements import stored
-from ..cxx.indices import Index, Number, size
-from ..cxx.product_plan import MADE_FIRST, are_all_rows, below, made_by_route
-from ..cxx.statements import indented
-from ..cxx.writer import Writer
+from ...ir import Dim, Fusion, Op, Rows, Value, elements, plain
+from ..cxx import (
+    MADE_FIRST,
+    Index,
+    Number,
+    Writer,
+    below,
+    indented,
+    made_by_route,
+    router,
+    size,
+    stored,
+)
+from ..cxx.product_plan import are_all_rows
 from ..inexpressible import Inexpressible, naming
 
 _STRUCT = Template("""\

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cxx.statements import indented, inner
+from ..cxx import indented, inner
 from .segment import Source
 
 # C++ headers that are included only by texts with such words: they take longer to compile than most

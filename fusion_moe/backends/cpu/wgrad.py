@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import UnsupportedError
-from ..cxx.elements import stored
-from ..cxx.indices import Index, Variable, is_index, reshaped, size
-from ..cxx.product_plan import WgradPlan
-from ..cxx.statements import Expression, inner
+from ..cxx import Expression, Index, Variable, WgradPlan, inner, is_index, reshaped, size, stored
 from .activations import ACTIVATION, row_function, row_pointer
 from .segment import SegmentWriter, Source
 

@@ -30,7 +30,7 @@ from ... import options
 from ...arch import Arch
 from ...encodings import NVFP4
 from ...errors import UnsupportedError
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...schedule import WITH_RANKS
@@ -39,7 +39,7 @@ from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
 from ..backend import Backend
-from ..cxx.product_plan import ACTIVATIONS, need_one_width, plan_product, plan_wgrad
+from ..cxx import ACTIVATIONS, need_one_width, plan_product, plan_wgrad
 from ..inexpressible import Inexpressible
 from . import fp8, gemm
 from .choose import Choice, Step

@@ -4,9 +4,8 @@ kernels/added.cuh.
 
 from __future__ import annotations
 
-from ...ir.core import Value
-from ..cxx.indices import Variable
-from ..cxx.product_plan import ProductPlan, known
+from ...ir import Value
+from ..cxx import ProductPlan, Variable, known
 from ..inexpressible import Inexpressible
 from .source import Source
 

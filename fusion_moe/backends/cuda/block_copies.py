@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...encodings import Encoding, find
-from ...ir.core import Fusion, Op, Value
+from ...ir import AnySize, Dim, Fusion, Op, Value, ceildiv, elements, plain, value
 from ...ir.kinds.eight_bits import TRAINED
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv, value
-from ...ir.types import Dim, plain
 from ...schedule.product import products
-from ..cxx.elements import scale_class
-from ..cxx.indices import size
-from ..cxx.product_plan import known
+from ..cxx import known, scale_class, size
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 
 BLOCK = 128

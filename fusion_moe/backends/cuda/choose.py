@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ... import options
 from ...arch import Arch
-from ...ir.binding import nbytes
+from ...ir import nbytes
 from ...runtime import memory
 from ...runtime.memory import Memory
 from .collective import Collective

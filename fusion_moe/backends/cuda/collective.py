@@ -7,14 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...arch import Arch
-from ...ir.core import Fusion, Value
+from ...ir import DTYPES, Fusion, Groups, Value, plain
 from ...ir.kinds.collectives import PIECE, peers_of
-from ...ir.types import DTYPES, Groups, plain
 from ...schedule.collective import combine_before
-from ..cxx.elements import stored
-from ..cxx.indices import size
-from ..cxx.product_plan import known
-from ..cxx.statements import inner
+from ..cxx import inner, known, size, stored
 from ..inexpressible import Inexpressible
 from .heuristics import Chosen
 from .source import KernelSource, Sizes, Source

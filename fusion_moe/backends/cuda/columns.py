@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import UnsupportedError
-from ..cxx.indices import Index
+from ..cxx import Index
 
 TILE = 16
 _WHOLE = 4  # tiles that make whole columns of any result, on which kernels rely

@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...encodings import FP8_COLUMNS, MXFP8_COLUMNS
-from ...ir.core import Fusion, Op, Value
+from ...ir import Fusion, Op, Value, elements
 from ...ir.kinds.eight_bits import TRAINED
-from ...ir.kinds.shape import elements
 from ...schedule.product import cat_before
-from ..cxx.elements import stored
-from ..cxx.indices import Variable, reshaped
-from ..cxx.product_plan import base_of, known
-from ..cxx.statements import hoisted, inner, written
+from ..cxx import Variable, base_of, hoisted, inner, known, reshaped, stored, written
 from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
 from .block_copies import BLOCK_COPY

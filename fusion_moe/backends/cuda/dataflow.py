@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...ir.core import Value
-from ...ir.flow import dependent, needed
+from ...ir import Value, dependent, needed
 from .grouped_mm import PlannedSource, Product
 from .heuristics import AUTO
 from .source import Array, Source

@@ -7,12 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...encodings import MXFP4, NVFP4
-from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv
-from ...ir.types import plain
-from ..cxx.indices import Variable, size
-from ..cxx.product_plan import known
+from ...ir import AnySize, Fusion, Op, Value, ceildiv, elements, plain
+from ..cxx import Variable, known, size
 from ..inexpressible import Inexpressible
 from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Source
 

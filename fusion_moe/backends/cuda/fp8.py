@@ -13,14 +13,9 @@ from dataclasses import replace
 from ...arch import Arch
 from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
 from ...errors import UnsupportedError
-from ...ir.core import Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import value
-from ...ir.types import plain
+from ...ir import Value, elements, plain, value
 from ...layouts.groups import bound
-from ..cxx.elements import Elements, stored
-from ..cxx.indices import Index, Variable, size
-from ..cxx.product_plan import ProductPlan, base_of, made_by_route
+from ..cxx import Elements, Index, ProductPlan, Variable, base_of, made_by_route, size, stored
 from ..inexpressible import Inexpressible
 from . import block_copies, gemm
 from .gemm import (

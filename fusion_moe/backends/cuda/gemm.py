@@ -10,17 +10,23 @@ from contextlib import suppress
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir.core import Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import value
+from ...ir import Value, elements, plain, value
 from ...ir.types import DTYPES as TORCH_DTYPES
-from ...ir.types import plain
 from ...layouts.groups import bound
-from ..cxx.elements import Elements, stored
-from ..cxx.epilogue import Epilogue
-from ..cxx.indices import Call, Index, Variable, reshaped, size
-from ..cxx.product_plan import ProductPlan, WgradPlan
-from ..cxx.statements import Expression, inner
+from ..cxx import (
+    Call,
+    Elements,
+    Epilogue,
+    Expression,
+    Index,
+    ProductPlan,
+    Variable,
+    WgradPlan,
+    inner,
+    reshaped,
+    size,
+    stored,
+)
 from . import added, readers
 from .columns import column_function, need_whole
 from .grouped_mm import PlannedSource, Product, need_groups

@@ -8,15 +8,8 @@ from functools import cached_property
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir.core import Op, Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, exact_div, value
-from ...ir.types import plain
-from ..cxx.elements import Elements, stored
-from ..cxx.epilogue import Epilogue
-from ..cxx.indices import Index, Number, Variable, size
-from ..cxx.product_plan import ProductPlan
-from ..cxx.statements import inner
+from ...ir import AnySize, Op, Value, elements, exact_div, plain, value
+from ..cxx import Elements, Epilogue, Index, Number, ProductPlan, Variable, inner, size, stored
 from ..inexpressible import naming
 from . import added
 from .columns import Columns, columns

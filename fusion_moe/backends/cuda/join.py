@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...runtime.kernel import Kernel
 from .dataflow import Part, parts_of
 from .launch import Call, Launch

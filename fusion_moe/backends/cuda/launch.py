@@ -16,9 +16,8 @@ import torch
 from ... import options
 from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
-from ...ir.binding import storage
-from ...ir.core import Value
-from ...messages.warn import warn_once
+from ...ir import Value, storage
+from ...messages import warn_once
 from ...runtime import background, cuda, dump, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.launch_plan import LaunchPlan, counted

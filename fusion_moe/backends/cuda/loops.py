@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...arch import Arch
-from ...ir.core import Fusion, Op, Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, exact_div
-from ...ir.types import plain
-from ..cxx.elements import stored
-from ..cxx.indices import Number, Variable, reshaped, size, unflat
-from ..cxx.product_plan import MADE_FIRST, known
-from ..cxx.statements import hoisted, inner, written
-from ..cxx.sums import Reduction, reduction
+from ...ir import AnySize, Fusion, Op, Value, elements, exact_div, plain
+from ..cxx import (
+    MADE_FIRST,
+    Number,
+    Variable,
+    hoisted,
+    inner,
+    known,
+    reduction,
+    reshaped,
+    size,
+    stored,
+    unflat,
+    written,
+)
+from ..cxx.sums import Reduction
 from ..inexpressible import Inexpressible, naming
 from . import block_copies, copies, e2m1_copies, router
 from .heuristics import Chosen

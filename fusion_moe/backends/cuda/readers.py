@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...encodings import ENCODINGS, Encoding, Scale, find
-from ...encodings.encoding import Element
+from ...encodings import ENCODINGS, Element, Encoding, Scale, find, real_tensors
 from ...encodings.orders import UNCHANGED
-from ...encodings.real import real_tensors
 from ...errors import UnsupportedError
 from ...layouts import LAYOUTS, Order, Tiled
-from ..cxx.orders import order_struct
-from ..cxx.statements import inner
+from ..cxx import inner, order_struct
 
 TILED = "w16x64"
 _TILE_ROWS, _TILE_COLUMNS, _LANE_COLUMNS = 16, 64, 16

@@ -11,13 +11,11 @@ import torch
 
 from ... import options
 from ...arch import Arch
-from ...encodings import Encoding, Scale
-from ...encodings.real import real_tensors
+from ...encodings import Encoding, Scale, real_tensors
 from ...errors import UnsupportedError
-from ...ir.sizes import value
+from ...ir import value
 from ...layouts import LAYOUTS, W16X64, Tiled
-from ..cxx.product_plan import ProductPlan
-from ..cxx.statements import inner
+from ..cxx import ProductPlan, inner
 from .grouped_mm import Product
 from .heuristics import AUTO, Chosen
 from .readers import TILED, order_lines

@@ -7,15 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...ir.core import Op, Value
-from ...ir.kinds.shape import elements
-from ...ir.sizes import value
-from ...ir.types import plain
-from ..cxx import router
-from ..cxx.elements import stored
-from ..cxx.indices import size
-from ..cxx.product_plan import below, known
-from ..cxx.statements import inner
+from ...ir import Op, Value, elements, plain, value
+from ..cxx import below, inner, known, router, size, stored
 from ..inexpressible import Inexpressible
 
 if TYPE_CHECKING:

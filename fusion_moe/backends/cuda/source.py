@@ -17,16 +17,25 @@ from typing import Any, TypeVar
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir.core import Fusion, Op, Value
-from ...ir.flow import needed
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv, value
-from ...ir.types import Dim, plain
-from ..cxx.elements import Elements, stored
-from ..cxx.indices import Call, Index, Variable, is_index, reshaped, size
-from ..cxx.product_plan import MADE_FIRST, ProductPlan, below, made_by_route
-from ..cxx.statements import Expression, indented, inner
-from ..cxx.writer import Writer
+from ...ir import AnySize, Dim, Fusion, Op, Value, ceildiv, elements, needed, plain, value
+from ..cxx import (
+    MADE_FIRST,
+    Call,
+    Elements,
+    Expression,
+    Index,
+    ProductPlan,
+    Variable,
+    Writer,
+    below,
+    indented,
+    inner,
+    is_index,
+    made_by_route,
+    reshaped,
+    size,
+    stored,
+)
 from ..inexpressible import naming
 from . import router
 from .heuristics import AUTO, Chosen

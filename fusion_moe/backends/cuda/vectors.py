@@ -7,20 +7,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...ir.core import Op, Value
-from ...ir.types import plain
-from ..cxx.elements import stored
-from ..cxx.indices import Index, Variable, flat
-from ..cxx.statements import (
-    Choice,
-    Definition,
+from ...ir import Op, Value, plain
+from ..cxx import (
     Expression,
+    Index,
     Statement,
+    Variable,
+    flat,
     formula,
     hoisted,
     inner,
+    stored,
     written,
 )
+from ..cxx.statements import Choice, Definition
 from .source import SafeElements
 
 VECTOR = 8

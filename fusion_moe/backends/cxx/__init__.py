@@ -4,3 +4,71 @@ elements.py      an element of a value as C++; indices.py, statements.py: what t
 product_plan.py  what a product's kernel does; epilogue.py, sums.py, router.py, orders.py: parts
 writer.py        a segment's struct
 """
+
+from .elements import Elements, scale_class, stored
+from .epilogue import Epilogue
+from .indices import Call, Index, Number, Variable, flat, is_index, reshaped, size, unflat
+from .orders import order_struct
+from .product_plan import (
+    ACTIVATIONS,
+    MADE_FIRST,
+    ProductPlan,
+    WgradPlan,
+    base_of,
+    below,
+    known,
+    made_by_route,
+    need_one_width,
+    plan_product,
+    plan_wgrad,
+)
+from .statements import (
+    Expression,
+    Statement,
+    branches,
+    formula,
+    hoisted,
+    indented,
+    inner,
+    written,
+)
+from .sums import reduction
+from .writer import Writer
+
+__all__ = [
+    "ACTIVATIONS",
+    "MADE_FIRST",
+    "Call",
+    "Elements",
+    "Epilogue",
+    "Expression",
+    "Index",
+    "Number",
+    "ProductPlan",
+    "Statement",
+    "Variable",
+    "WgradPlan",
+    "Writer",
+    "base_of",
+    "below",
+    "branches",
+    "flat",
+    "formula",
+    "hoisted",
+    "indented",
+    "inner",
+    "is_index",
+    "known",
+    "made_by_route",
+    "need_one_width",
+    "order_struct",
+    "plan_product",
+    "plan_wgrad",
+    "reduction",
+    "reshaped",
+    "scale_class",
+    "size",
+    "stored",
+    "unflat",
+    "written",
+]

@@ -14,10 +14,9 @@ import torch
 from ...encodings import Encoding
 from ...encodings.mxfp8 import E4M3
 from ...errors import UnsupportedError
+from ...ir import Dim, Fusion, Op, Value, plain
 from ...ir import types as ir
-from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.eight_bits import TRAINED
-from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
 from .product_plan import base_of, known

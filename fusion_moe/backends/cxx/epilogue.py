@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ...errors import UnsupportedError
-from ...ir.core import Value
+from ...ir import Value
 from .elements import Elements, Known
 from .indices import Index, Variable, is_index, reshaped
 from .product_plan import ProductPlan

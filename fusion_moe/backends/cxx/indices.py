@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from operator import add, floordiv, mod, mul
 from typing import Any
 
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, CeilDiv, Size, exact_div
-from ...ir.types import Dim, plain
+from ...ir import AnySize, CeilDiv, Dim, Size, elements, exact_div, plain
 
 # of numbers, and of indices
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "*": mul, "/": floordiv, "%": mod}

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from ... import options
 from ...encodings import Encoding
 from ...errors import UnsupportedError
-from ...ir.core import Fusion, Op, Value
-from ...ir.flow import dependent, needed
-from ...ir.kinds.shape import elements
-from ...ir.sizes import exact_div
-from ...ir.types import Dim, plain
+from ...ir import Dim, Fusion, Op, Value, dependent, elements, exact_div, needed, plain
 from ...schedule.product import (
     GroupedProduct,
     cat_before,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ir.core import Op, Value
+from ...ir import Op, Value
 from ...ir.kinds.router import compares_scores
 from .product_plan import known
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir.core import Op
-from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize
+from ...ir import AnySize, Op, elements
 from .indices import Index, Variable, unflat
 
 _J, _M, _R = map(Variable, "jmr")

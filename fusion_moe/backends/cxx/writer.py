@@ -7,8 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ...ir.core import Fusion, Value
-from ...ir.types import Dim
+from ...ir import Dim, Fusion, Value
 from .elements import Elements, Known, array, array_name, stored
 from .indices import Index, flat, reshaped
 

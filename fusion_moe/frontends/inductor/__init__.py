@@ -24,8 +24,7 @@ from ... import backends, target
 from ... import options as switches
 from ...errors import Error
 from ...ir.text import text
-from ...messages.progress import waiting
-from ...messages.units import count
+from ...messages import count, waiting
 from ..compiled import keep
 from ..float_experts import warn_of_float_experts
 from ..regions import Found, find_regions

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule
 
-from ...messages.warn import log
+from ...messages import log
 from .config import inductor_config
 from .fusion_pass import FusionPass
 

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from ...definitions import translate
-from ...messages.warn import log, warn_once
+from ...messages import log, warn_once
 from ...options import Options
 from ...runtime.store import key_of
 from ..constants import store_constants

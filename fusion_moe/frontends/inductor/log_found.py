@@ -7,7 +7,7 @@ import logging
 from torch._logging._internal import trace_log, trace_structured
 
 from ...ir.text import text
-from ...messages.warn import log, warn_once
+from ...messages import log, warn_once
 from ..regions import Found
 
 

@@ -31,9 +31,7 @@ from torch import Tensor, nn
 from ...errors import OptionError, ShapeError, UnsupportedError
 from ...ir.kinds.collectives import MOST_SLOTS, PEERS
 from ...layouts.groups import ceil_to
-from ...messages.progress import MUCH, phase
-from ...messages.units import amount
-from ...messages.warn import warn_once
+from ...messages import MUCH, amount, phase, warn_once
 from ...nn import Experts
 from ...runtime import cuda, peers
 from ...runtime.turns import Turns

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from ... import plugins
-from ...messages.warn import log
+from ...messages import log
 
 
 @plugins.adapt

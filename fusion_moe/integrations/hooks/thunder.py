@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import plugins
-from ...messages.extras import install
+from ...messages import install
 from ...nn import (
     GroupedSwiGLU,
     Llama4MoE,

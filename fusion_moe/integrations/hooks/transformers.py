@@ -11,8 +11,7 @@ from torch import nn
 
 from ... import plugins
 from ...errors import UnsupportedError
-from ...messages.extras import install
-from ...messages.units import count
+from ...messages import count, install
 from ...nn import Llama4MoE, NVFP4Experts, QuantizationConfig
 
 if TYPE_CHECKING:  # needs safetensors

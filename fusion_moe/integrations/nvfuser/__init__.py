@@ -14,7 +14,7 @@ launch.py       checks before a launch, and the launch
 from __future__ import annotations
 
 from ...backends.backend import Backend
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...runtime.kernel import Kernel
 from ...schedule.segment import Segment
 from . import library

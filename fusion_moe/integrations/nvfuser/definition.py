@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ir.core import Fusion, Value
-from ...ir.types import plain
+from ...ir import Fusion, Value, plain
 from . import pointwise, products, rows, shapes
 from .library import dtype, nvfuser
 from .values import WORDS, Codes

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...encodings import MXFP8, MXFP8_COLUMNS, Encoding
-from ...encodings.encoding import Scale
-from ...ir.core import Op
-from ...ir.types import Dim, plain
+from ...encodings import MXFP8, MXFP8_COLUMNS, Encoding, Scale
+from ...ir import Dim, Op, plain
 from .library import dtype
 from .values import EightBits
 from .writer import Writer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ...ir.core import Fusion
+from ...ir import Fusion
 from ...schedule.product import products
 from ...target import why_not_on
 from . import scheduler as facts

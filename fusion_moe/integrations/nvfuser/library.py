@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...errors import UnsupportedError
-from ...messages.extras import install
+from ...messages import install
 
 # The IR's dtypes by nvFuser's names. There are no 8-bit integers.
 DTYPES = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...ir.core import Op, Value
+from ...ir import Op, Value
 from .writer import Writer
 
 _NAMES = (

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...encodings import NVFP4
-from ...ir.core import Op
+from ...ir import Op
 from ...layouts import SF128X4
 from ...layouts.groups import ceil_to
 from ...schedule.product import GroupedProduct

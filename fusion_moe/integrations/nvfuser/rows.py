@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...ir.core import Op
-from ...ir.kinds.shape import elements
-from ...ir.types import Dim, plain
+from ...ir import Dim, Op, elements, plain
 from .writer import Writer
 
 

@@ -24,10 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ...ir.core import Fusion, Op, Value
+from ...ir import STORED, Fusion, Op, TensorType, Value, elements, plain
 from ...ir.kinds.runs import in_runs
-from ...ir.kinds.shape import elements
-from ...ir.types import STORED, TensorType, plain
 from ...schedule.product import GroupedProduct, products
 from ...target import Target
 from . import eight_bits

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...ir.core import Op
-from ...ir.types import plain
+from ...ir import Op, plain
 from .writer import Writer
 
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
-from ...ir.core import Fusion, Value
-from ...ir.sizes import CeilDiv, Size
-from ...ir.types import Dim, plain
+from ...ir import CeilDiv, Dim, Fusion, Size, Value, plain
 from .library import dtype
 
 

@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...messages.warn import log
+from ...messages import log
 from ...nn import QuantizedLinear
 from ...nn.frozen.adaptable import AdaptableModule
 from ...nn.frozen.packed import PackedModule

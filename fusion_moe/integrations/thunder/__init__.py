@@ -24,7 +24,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...frontends.regions import Found
-from ...messages.extras import install
+from ...messages import install
 
 if TYPE_CHECKING:
     from .executor import FusionMoe

@@ -32,7 +32,7 @@ from ...frontends.regions import (
     find_regions,
     limit,
 )
-from ...ir.text import one_line
+from ...ir import one_line
 from ...runtime.program import Program
 from .graph import (
     TraceGraph,

@@ -28,8 +28,8 @@ from torch._ops import OpOverload
 
 from ...definitions.walk import Walk
 from ...errors import Error, UnsupportedError, Untranslatable
-from ...ir.core import Fusion, Value
-from ...messages.warn import log, warn_once
+from ...ir import Fusion, Value
+from ...messages import log, warn_once
 from ...passes import PASSES
 from ...schedule.product import products
 from ..nvfuser import scheduler

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, UnsupportedError
-from ...messages.warn import warn_once
+from ...messages import warn_once
 from ...nn.frozen.adaptable import AdaptableModule
 from ...nn.lora.adapter import adapters_of
 from ...nn.lora.files import load_lora_, save_lora

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...checkpoints.conversion import dense_tensors
 from ...errors import Error
-from ...messages.progress import phase, progress
-from ...messages.units import count
+from ...messages import count, phase
+from ...messages.progress import progress
 from ...nn import Experts, prepare_, quantize_
 from ...nn.config import QuantizationConfig
 from ...plugins import message

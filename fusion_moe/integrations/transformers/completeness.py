@@ -9,7 +9,7 @@ from typing import Any
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from ...errors import CheckpointError
-from ...messages.units import some
+from ...messages import some
 from .names import any_of
 from .replacements import Replacements
 

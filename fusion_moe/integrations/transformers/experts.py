@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import recipe
-from ...ir.types import dtype_name
+from ...ir import dtype_name
 from ...nn.conversion.traced_activation import activation_of
 from ...nn.frozen.custom import in_steps
 from ...nn.local import local

@@ -38,8 +38,7 @@ from ...checkpoints.gguf_models import FAMILIES
 from ...checkpoints.headers import read_json, shown
 from ...checkpoints.source import Source
 from ...errors import CheckpointError, Error, OptionError, UnsupportedError
-from ...messages.paths import CONFIG, GGUF
-from ...messages.units import some
+from ...messages import CONFIG, GGUF, some
 from ...options import during
 from .adapters import read_adapters_
 from .completeness import new_heads

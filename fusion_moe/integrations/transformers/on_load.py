@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps
 
 from ...encodings import check_finite
 from ...errors import Error
-from ...messages.skipped import skipping
+from ...messages import skipping
 from ...nn import quantize_
 from ...nn.config import QuantizationConfig
 from ...nn.conversion.contract import ExpertsContract, contract_of

@@ -22,8 +22,7 @@ from ...checkpoints.stored import all_eight_bits
 from ...encodings import NVFP4, Encoding, Quantized
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError, ShapeError, UnsupportedError
-from ...messages.units import some
-from ...messages.warn import log
+from ...messages import log, some
 from ...nn import Llama4MoE, QuantizedLinear
 from ...nn.config import NVFP4Config, QuantizationConfig
 from ...nn.conversion.contract import ExpertsContract, contract_of

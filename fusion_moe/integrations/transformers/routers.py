@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...messages.warn import log
+from ...messages import log
 from ...ops import topk_router
 
 Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, E], weights [T, k], ids int64 [T, k]

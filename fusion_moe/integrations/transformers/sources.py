@@ -17,7 +17,7 @@ from ...checkpoints.experts import PER_EXPERT
 from ...encodings import F32
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError
-from ...messages.units import some
+from ...messages import some
 from ...nn.frozen.packed import PackedModule
 
 # experts in floats beside those that are encoded

@@ -21,9 +21,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 
 from ...checkpoints.configurations import own_entries
 from ...checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
-from ...encodings import NVFP4, check_finite
-from ...encodings.convert import quantize_weight
-from ...encodings.encoding import FLOATS
+from ...encodings import FLOATS, NVFP4, check_finite, quantize_weight
 from ...errors import CheckpointError
 from .experts import ExpertsMethod
 from .fp8 import Fp8ExpertsMethod

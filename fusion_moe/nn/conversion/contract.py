@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ...encodings import NVFP4, Quantized
-from ...encodings.encoded import is_dtensor
+from ...encodings import NVFP4, Quantized, is_dtensor
 from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.custom import CustomExperts

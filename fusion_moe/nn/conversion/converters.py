@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ... import plugins
-from ...encodings import Quantized, check_finite
-from ...encodings.search import has_values
+from ...encodings import Quantized, check_finite, has_values
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.packed import PackedModule

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ...encodings.encoded import is_dtensor
-from ...encodings.search import has_values
+from ...encodings import has_values, is_dtensor
 from ..config import QuantizationConfig
 from ..frozen.grouped import NVFP4GroupedLinear
 

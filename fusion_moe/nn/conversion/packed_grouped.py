@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...encodings import NVFP4, Quantized
-from ...encodings.search import has_values
+from ...encodings import NVFP4, Quantized, has_values
 from ...errors import NonFiniteError, ShapeError
 from ...layouts import SF128X4
 from ..config import QuantizationConfig

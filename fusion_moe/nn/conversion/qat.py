@@ -16,13 +16,11 @@ from ... import backends, options
 from ...backends import TARGETS
 from ...bodies import batched
 from ...definitions.operations import LIBRARY
-from ...encodings import MXFP4, NVFP4, Encoding, find
-from ...encodings.search import check_rule
+from ...encodings import MXFP4, NVFP4, Encoding, check_rule, find
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
-from ...messages.units import some
-from ...messages.warn import log
+from ...messages import log, some
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen.packed import FROZEN
 from ..frozen.projections import Projections

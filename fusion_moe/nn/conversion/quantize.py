@@ -9,9 +9,8 @@ from torch import nn
 
 from ... import plugins
 from ...errors import Error, UnsupportedError
+from ...messages import check_skip, fits, log, skipping
 from ...messages.progress import progress
-from ...messages.skipped import check_skip, fits, skipping
-from ...messages.warn import log
 from ..config import QuantizationConfig, config_of
 from ..frozen.grouped import NVFP4GroupedLinear
 from ..frozen.packed import PackedModule

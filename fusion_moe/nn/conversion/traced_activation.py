@@ -17,14 +17,12 @@ from torch.fx import GraphModule, Node
 from ...definitions import translate
 from ...definitions.nodes import op_name
 from ...definitions.walk import Walk
-from ...encodings.real import real_tensors
+from ...encodings import real_tensors
 from ...errors import Error, UnsupportedError, Untranslatable
+from ...ir import FusionDefinition, TensorType, Value, dtype_name
 from ...ir.activation import read, written
-from ...ir.builder import FusionDefinition
-from ...ir.core import Value
 from ...ir.derivative import differentiate
-from ...ir.types import TensorType, dtype_name
-from ...messages.warn import warn_once
+from ...messages import warn_once
 from ...plugins import message
 
 _ROWS, _FEATURES = 3, 8  # of the tensors that are traced

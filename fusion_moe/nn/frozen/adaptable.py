@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...encodings import FOLDED, foldable
 from ...encodings.encoded import plain
-from ...encodings.folding import FOLDED, foldable
 from ...layouts import Layout
-from ...messages.warn import warn_once
+from ...messages import warn_once
 from ...target import Target
 from ..local import local
 from .folded import Reading, folded_names, need_free_order, renew_, settle_

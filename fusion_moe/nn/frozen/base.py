@@ -11,11 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ...encodings import MXFP4, NVFP4, Encoding, Quantized
-from ...encodings.convert import quantize_weight
-from ...encodings.encoded import as_plain_tensors, plain
-from ...ir.builder import FusionDefinition
-from ...ir.core import Value
+from ...encodings import MXFP4, NVFP4, Encoding, Quantized, as_plain_tensors, quantize_weight
+from ...encodings.encoded import plain
+from ...ir import FusionDefinition, Value
 from ...ir.text import text
 from ...runtime.host_memory import pages
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...definitions.operations import restored
-from ...encodings import Quantized
-from ...encodings.encoded import as_plain_tensors
+from ...encodings import Quantized, as_plain_tensors
 from .. import checks
 from ..trained.activations import interleave
 from .projections import Projections

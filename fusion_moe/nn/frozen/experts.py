@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...encodings import NVFP4, Quantized
-from ...encodings.encoded import as_plain_tensors
+from ...encodings import NVFP4, Quantized, as_plain_tensors
 from ...errors import Error, ShapeError, need_one_of
 from ...ir.activation import read, swiglu
 from ...layouts import Layout, Padding

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import backends, options
-from ...encodings.encoded import EncodedParameter
-from ...encodings.folding import FOLDED, foldable
+from ...encodings import FOLDED, EncodedParameter, foldable
 from ...errors import OptionError
 
 if TYPE_CHECKING:

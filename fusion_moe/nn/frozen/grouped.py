@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...definitions.operations import restored
-from ...encodings import NVFP4, Quantized
-from ...encodings.encoded import as_plain_tensors
+from ...encodings import NVFP4, Quantized, as_plain_tensors
 from ...errors import Error, ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .. import checks

@@ -14,20 +14,20 @@ from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends, options, plugins
-from ...encodings import Encoding, Part, Quantized, check_part_scales
-from ...encodings.encoded import (
-    Encoded,
+from ...encodings import (
     EncodedParameter,
-    Stored,
+    Encoding,
+    Part,
+    Quantized,
     as_plain_tensors,
-    encoded,
-    plain,
+    check_part_scales,
+    has_values,
 )
-from ...encodings.search import has_values
+from ...encodings.encoded import Encoded, Stored, encoded, plain
 from ...errors import NonFiniteError, UnsupportedError
 from ...layouts import LAYOUTS, Layout, Padding
 from ...layouts.groups import ceil_to
-from ...messages.warn import warn_once
+from ...messages import warn_once
 from ...runtime.host_memory import pages
 from ...target import Target
 from ..local import Sharding

@@ -17,8 +17,8 @@ from ...errors import (
     UnsupportedError,
     need_one_of,
 )
+from ...messages import log
 from ...messages.progress import progress
-from ...messages.warn import log
 from ...runtime import native
 from ...runtime.precompile import preparing
 from ..config import WEIGHTS

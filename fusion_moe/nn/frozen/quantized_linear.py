@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...definitions.operations import restored
-from ...encodings import Quantized
-from ...encodings.encoded import as_plain_tensors
+from ...encodings import Quantized, as_plain_tensors
 from ...errors import Error, ShapeError
 from .. import checks
 from .packed import PackedModule

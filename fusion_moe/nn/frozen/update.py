@@ -14,16 +14,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...encodings import (
     F32,
+    FLOATS,
     Encoding,
     check_finite,
     check_part_scales,
     check_parts,
+    has_values,
+    is_dtensor,
 )
-from ...encodings.encoded import is_dtensor, plain
-from ...encodings.encoding import FLOATS
-from ...encodings.search import has_values
+from ...encodings.encoded import plain
 from ...errors import CheckpointError, DtypeError, ShapeError, UnsupportedError, did_you_mean
-from ...messages.warn import log
+from ...messages import log
 from ..local import Sharding
 from .adaptable import AdaptableModule
 from .packed import FROZEN, PackedModule

@@ -28,10 +28,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...encodings import BF16, F16, F32, Encoding, Part, Quantized
+from ...encodings import BF16, F16, F32, Encoding, Part, Quantized, has_values
 from ...encodings.checks import check_floats
 from ...encodings.folding import fold
-from ...encodings.search import has_values
 from ...layouts import LAYOUTS, Layout, Padding
 from ...runtime.host_memory import pages
 from ..local import Sharding

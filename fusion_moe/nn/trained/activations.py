@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...errors import OptionError, ShapeError
+from ...ir import FusionDefinition, Value
 from ...ir.activation import read, swiglu, written
-from ...ir.builder import FusionDefinition
-from ...ir.core import Value
 from .. import checks
 from .stages import ROWS, Operand, Stage, call
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...definitions.tensor_lists import Input, flat
 from ...errors import UnsupportedError
-from ...ir.types import dtype_name
+from ...ir import dtype_name
 from . import main_grad
 
 

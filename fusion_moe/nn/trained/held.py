@@ -11,10 +11,8 @@ from torch._compile import _disable_dynamo
 
 from ...definitions.tensor_lists import flat
 from ...errors import UnsupportedError
-from ...ir.builder import FusionDefinition
+from ...ir import FusionDefinition, TensorType, dtype_name, one_line
 from ...ir.kinds import eight_bits
-from ...ir.text import one_line
-from ...ir.types import TensorType, dtype_name
 from ...recipe import Float8BlockScaling
 from .stages import Operand
 

@@ -14,7 +14,7 @@ from ... import recipe
 from ...definitions.operations import restored
 from ...definitions.tensor_lists import flat
 from ...errors import DtypeError, OptionError, ShapeError
-from ...ir.types import dtype_name
+from ...ir import dtype_name
 from .. import checks
 from . import splits
 from .delayed import Delayed

@@ -19,11 +19,7 @@ from ...definitions.tensor_lists import (
     joined,
 )
 from ...errors import DeviceError, DtypeError, ShapeError
-from ...ir.builder import FusionDefinition
-from ...ir.core import Value
-from ...ir.sizes import symbol
-from ...ir.text import one_line, parse
-from ...ir.types import FLOATS, dtype_name, plain
+from ...ir import FLOATS, FusionDefinition, Value, dtype_name, one_line, parse, plain, symbol
 
 Params = Sequence[Tensor]
 _DTYPES = (torch.float32, torch.bfloat16)

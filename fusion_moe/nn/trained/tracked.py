@@ -23,8 +23,8 @@ from ...bodies.autograd import (
 )
 from ...definitions.tensor_lists import PartCounts, flat, grouped
 from ...errors import UnsupportedError
+from ...ir import parse
 from ...ir.postponed import postponed
-from ...ir.text import parse
 from . import main_grad
 from .delayed import Delayed, Waiting
 from .stages import Call

@@ -14,7 +14,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ...messages.units import amount, count, duration, ratio
+from ...messages import amount, count, duration, ratio
 from ..data import FusionReport, Listing, Measured, ReportData, SegmentReport
 from ..difference import changed_lines, differences
 from ..summary import WAYS, after, warnings, what

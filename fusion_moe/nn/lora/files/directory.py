@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ....checkpoints.unfinished import sync
 from ....checkpoints.writing import appearing, write_json
-from ....encodings.encoded import is_dtensor
+from ....encodings import is_dtensor
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
-from ....messages.paths import destination
+from ....messages import destination
 from ...frozen.adaptable import AdaptableModule
 from ...local import gathered
 from ...trained.activations import deinterleave, interleave
