@@ -37,8 +37,14 @@ from quality import LAST, MODEL, _change, load_heldout, plain
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, matrix_scale_of
-from fusion_moe.encodings import quantize as encode
+from fusion_moe.encodings import (
+    ENCODINGS,
+    Encoding,
+    Quantized,
+    dequantize,
+    matrix_scale_of,
+    quantize as encode,
+)
 from fusion_moe.integrations.transformers.evaluation import Evaluation, evaluate, windows_of
 from fusion_moe.nn.conversion.contract import contract_of, experts_from
 

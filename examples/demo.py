@@ -24,8 +24,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from heldout import load_heldout
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, StaticCache
-from transformers import logging as transformers_logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+    StaticCache,
+    logging as transformers_logging,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fusion_moe

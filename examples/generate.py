@@ -38,8 +38,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoTokenizer, CompileConfig, TextStreamer
-from transformers import logging as transformers_logging
+from transformers import AutoTokenizer, CompileConfig, TextStreamer, logging as transformers_logging
 from transformers.generation.streamers import BaseStreamer
 
 from fusion_moe.encodings import NVFP4, quantize

@@ -14,8 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import logging as transformers_logging
+from transformers import AutoModelForCausalLM, logging as transformers_logging
 
 import fusion_moe
 from fusion_moe.report import Report

@@ -24,8 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
-from transformers import logging as transformers_logging
+from transformers import AutoTokenizer, logging as transformers_logging
 
 import fusion_moe.offload
 from fusion_moe import NVFP4Config

@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
-from transformers import logging as transformers_logging
+from transformers import AutoTokenizer, logging as transformers_logging
 
 import fusion_moe
 from fusion_moe import NVFP4Config

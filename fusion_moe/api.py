@@ -5,10 +5,12 @@ operations in torch.ops.fusion_moe.
 from __future__ import annotations
 
 from . import compat, errors, nn, ops, options, recipe
-from .bodies import autocast as _torch_autocast  # the operations' casts under torch.autocast
-from .bodies import autograd as _autograd  # the operations' derivatives
-from .bodies import batched as _batched  # the operations under torch.vmap
-from .bodies import eager as _eager  # the bodies of the operations
+from .bodies import (
+    autocast as _torch_autocast,  # the operations' casts under torch.autocast
+    autograd as _autograd,  # the operations' derivatives
+    batched as _batched,  # the operations under torch.vmap
+    eager as _eager,  # the bodies of the operations
+)
 from .compile import run
 from .definitions.translate import translator
 from .errors import Untranslatable

@@ -24,8 +24,7 @@ import torch
 
 import fusion_moe
 from fusion_moe import backends, errors, options
-from fusion_moe.definitions import operations as op_definitions
-from fusion_moe.definitions import translate
+from fusion_moe.definitions import operations as op_definitions, translate
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.ir import kinds
 from fusion_moe.ir.core import OpKind

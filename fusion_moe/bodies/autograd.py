@@ -45,8 +45,7 @@ from ..definitions.operations import (
     traced_types,
 )
 from ..definitions.run import NAMESPACE, RUN, RUN_INTO, named_sizes
-from ..definitions.tensor_lists import Input, PartCounts, grouped
-from ..definitions.tensor_lists import flat as in_parts
+from ..definitions.tensor_lists import Input, PartCounts, flat as in_parts, grouped
 from ..definitions.traced import Sizes
 from ..errors import Error, UnsupportedError
 from ..ir import Fusion, one_line, parse

@@ -18,6 +18,7 @@ from ..checkpoints import (
     KNOWN,
     Directory,
     Entry,
+    Source,
     StoredWeight,
     all_eight_bits,
     check_scales,
@@ -27,7 +28,6 @@ from ..checkpoints import (
     stored_weights,
 )
 from ..checkpoints.comparing import errors_of
-from ..checkpoints.source import Source
 from ..encodings import BF16, F16, F32, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError

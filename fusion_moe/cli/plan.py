@@ -96,9 +96,7 @@ def plan(
     check_checkpoint(directory)
     load()
     from ..checkpoints import Directory
-    from ..offload import folder as folders
-    from ..offload import machine as machines
-    from ..offload import plan as plans
+    from ..offload import folder as folders, machine as machines, plan as plans
 
     model = plans.Model.of_directory(Directory.open(directory))
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")

@@ -15,8 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import backends
-from .. import compile as pipeline
+from .. import backends, compile as pipeline
 from ..definitions import translate
 from ..definitions.nodes import (
     SizeSource,

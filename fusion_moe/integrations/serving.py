@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, options
-from ..checkpoints import Scheme
-from ..checkpoints.values import check_scales_of
+from ..checkpoints import Scheme, check_scales_of
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_, update_weights_

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends.cuda.launch import KERNELS
-from ..encodings import CodeOrder, Encoding
-from ..encodings import Part as EncodingPart
+from ..encodings import CodeOrder, Encoding, Part as EncodingPart
 from ..encodings.orders import Nibbles
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc

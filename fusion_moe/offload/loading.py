@@ -13,8 +13,7 @@ from ..checkpoints import Directory
 from ..errors import OptionError, UnsupportedError
 from ..messages import bytes_of, log
 from ..runtime.host_memory import pages
-from . import folder as folders
-from . import plan as plans
+from . import folder as folders, plan as plans
 from .offload import PRETENDED, device_and_bytes, device_of, offload_, workspace
 
 _WHERE, _ON_LOAD = "from_pretrained", "quantization_config"

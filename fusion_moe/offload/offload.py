@@ -21,9 +21,7 @@ from ..nn.frozen.base import own_parameters
 from ..nn.frozen.experts import Experts
 from ..nn.frozen.projections import Projections
 from ..runtime.host_memory import pages
-from . import folder as folders
-from . import machine as machines
-from . import plan as plans
+from . import folder as folders, machine as machines, plan as plans
 from .cache import Cache
 from .device import Counters, Device, HostStorage
 from .experts import EVERY, OffloadedExperts

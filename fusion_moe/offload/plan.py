@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints import Directory
-from ..checkpoints.experts import number, predicts_further_tokens
-from ..checkpoints.stored import all_eight_bits, weights_in
+from ..checkpoints import Directory, all_eight_bits, number, predicts_further_tokens, weights_in
 from ..errors import OptionError, UnsupportedError
 from ..messages import amount, count
 from ..nn.frozen.experts import Experts

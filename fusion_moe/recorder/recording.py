@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.callback import callback_handler
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as Profiler
+from torch.profiler import ProfilerActivity, profile as Profiler
 
 from .. import __version__, plugins
 from ..errors import OptionError, UnsupportedError, need

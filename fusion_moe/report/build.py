@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from .. import __version__, backends, options
-from .. import target as targets
+from .. import __version__, backends, options, target as targets
 from ..arch import AUTO, Arch, is_capability, shown, with_article
 from ..backends import cuda
 from ..compile import Lowered, lower

@@ -17,8 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
-from .. import backends, options, plugins
-from .. import target as targets
+from .. import backends, options, plugins, target as targets
 from ..arch import named, shown
 from ..backends import cuda
 from ..errors import Error, OptionError, UnsupportedError

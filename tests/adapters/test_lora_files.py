@@ -23,8 +23,6 @@ from fusion_moe import nn
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn.lora.files import (
     directory as files,
-)
-from fusion_moe.nn.lora.files import (
     factors,
     load_lora_,
     save_lora,

@@ -11,8 +11,7 @@ import precompiled
 import torch
 from cpu_tiers import OF_VECTORS, TIERS, emulated_amx, together
 from fusions import fusion_of_call
-from test_cpu_added import fusion_of
-from test_cpu_added import operands as beside
+from test_cpu_added import fusion_of, operands as beside
 from test_cpu_encodings import random_weights
 from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, made, swizzled

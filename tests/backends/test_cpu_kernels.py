@@ -23,8 +23,7 @@ from cpu_tiers import (
     together,
 )
 from fusions import expert_mlp_variants, fusion_of_call
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition, options

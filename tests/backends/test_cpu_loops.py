@@ -22,8 +22,7 @@ from fusions import (
     of_groups,
     programs,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fusion_moe import FusionDefinition, options

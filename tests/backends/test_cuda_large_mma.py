@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 from cover import few
 from kernel_tables import EIGHT_BITS, MMA, PAIRS
-from test_cuda_source import all_loops, build, needs_nvdisasm, only, product_of, sass, sources
-from test_cuda_source import spills as uses_of_local_memory
+from test_cuda_source import (
+    all_loops,
+    build,
+    needs_nvdisasm,
+    only,
+    product_of,
+    sass,
+    sources,
+    spills as uses_of_local_memory,
+)
 
 from fusion_moe.arch import A100, H200, named
 from fusion_moe.backends.cuda.variants import LargeMma, Matrices

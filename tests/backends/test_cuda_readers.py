@@ -15,8 +15,7 @@ import torch
 from cover import few
 from on_cpu import library, pointer
 from own_encodings import OWN, registered, with_zeros
-from own_layouts import OWN_LAYOUTS
-from own_layouts import registered as layouts_registered
+from own_layouts import OWN_LAYOUTS, registered as layouts_registered
 from test_cuda_source import build, launches, needs_nvdisasm, sass, spills
 from test_cuda_training_source import packed, sources
 from torch import Tensor

@@ -12,8 +12,7 @@ import pytest
 import torch
 from fusions import fusion_of_call
 from on_cpu import library, pointer
-from own_layouts import OWN_LAYOUTS
-from own_layouts import registered as layouts_registered
+from own_layouts import OWN_LAYOUTS, registered as layouts_registered
 from test_cuda_readers import some_weight
 from test_cuda_source import build, encoded, launches, meta, needs_nvdisasm, sass, spills
 

@@ -10,8 +10,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusion_moe.backends.cxx.indices import (
     Call,

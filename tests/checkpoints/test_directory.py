@@ -16,8 +16,7 @@ import pytest
 import torch
 from bad_calls import message, messages
 from files import MADE, change, change_json, copied
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from fusion_moe.checkpoints import Directory, method_of, stored_weights

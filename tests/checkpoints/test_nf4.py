@@ -14,8 +14,7 @@ from files import MADE, Tensors, change, copied
 from safetensors.torch import load_file, save_file
 
 from fusion_moe.checkpoints import Directory, check_scales, convert, quantize, weights_in
-from fusion_moe.encodings import NF4, NVFP4
-from fusion_moe.encodings import quantize as quantized
+from fusion_moe.encodings import NF4, NVFP4, quantize as quantized
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts.layout import as_bytes
 

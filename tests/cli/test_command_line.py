@@ -293,8 +293,7 @@ def test_without_typer():
 
 def test_what_commands_know_without_importing_it():
     """Names and numbers that stand in modules which import torch."""
-    from fusion_moe.cli import bench, explain, plan
-    from fusion_moe.cli import run as of_run
+    from fusion_moe.cli import bench, explain, plan, run as of_run
     from fusion_moe.offload.plan import KV_TOKENS
     from fusion_moe.report import Report, Run
 

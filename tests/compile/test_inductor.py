@@ -19,8 +19,7 @@ from torch._inductor import config, metrics
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from users_operations import library
 
-from fusion_moe import compile as pipeline
-from fusion_moe import errors, options, translator
+from fusion_moe import compile as pipeline, errors, options, translator
 from fusion_moe.frontends import inductor
 from fusion_moe.frontends.inductor import compile_graph
 from fusion_moe.frontends.inductor.compile_graph import compile_calls, compile_with

@@ -194,8 +194,10 @@ def test_int4_by_compressed_tensors(dtype):
     """
     ct = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from compressed_tensors.quantization.lifecycle.forward import dequantize as theirs_back
-    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.lifecycle.forward import (
+        dequantize as theirs_back,
+        quantize as theirs,
+    )
     from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 
     args = ct.quantization.QuantizationArgs(

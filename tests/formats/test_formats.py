@@ -9,8 +9,7 @@ import pytest
 import torch
 from bad_calls import messages
 from cover import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_moe import encodings

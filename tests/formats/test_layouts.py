@@ -6,8 +6,7 @@ import pytest
 import torch
 from bad_calls import messages
 from cover import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 

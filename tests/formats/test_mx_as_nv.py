@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from bad_calls import messages
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusion_moe.encodings import BF16, MXFP4, NVFP4, Quantized, exactly, quantize
 

@@ -5,8 +5,7 @@ dicts changed at random. HYPOTHESIS_PROFILE=long makes many more of them.
 from __future__ import annotations
 
 import cover
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 # hypothesis draws these numbers, so that it makes what fails smaller
 NUMBERS = st.randoms(use_true_random=False)

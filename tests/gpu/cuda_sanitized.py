@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from kernel_tables import MMA, TABLE, variants_of
 from test_cuda_kernels import exact_weight, generator, program
-from test_cuda_lora import Layer as AdaptedLayer
-from test_cuda_lora import arguments, step
+from test_cuda_lora import Layer as AdaptedLayer, arguments, step
 from torch.utils._pytree import tree_map
 
 import fusion_moe

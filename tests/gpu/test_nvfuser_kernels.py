@@ -11,8 +11,7 @@ import pytest
 import torch
 from experts import float_weights
 from fusions import fusion_of_call, inputs_of, programs
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusion_moe
 from fusion_moe import options
@@ -83,8 +82,7 @@ def test_the_swizzle_is_nvfusers(sizes, columns):
     """Our grouped layout and nvFuser's preprocess_grouped_matmul_input_sf put every element in the
     same place.
     """
-    from nvfuser_direct import DataType
-    from nvfuser_direct import FusionDefinition as NvFusionDefinition
+    from nvfuser_direct import DataType, FusionDefinition as NvFusionDefinition
 
     rows = sum(sizes)
     ends = ends_from_sizes(torch.tensor(sizes)).cuda()

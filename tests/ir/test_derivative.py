@@ -11,8 +11,7 @@ import torch
 from bad_calls import messages
 from cover import examples
 from fusions import About, G, assert_same_bits, evaluate, in_groups, inputs_of, of_groups
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 

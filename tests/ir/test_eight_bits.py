@@ -13,8 +13,7 @@ import torch
 from bad_calls import messages
 from cover import examples
 from fusions import assert_same_bits, evaluate, in_groups
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Partition, partitions
 
 import fusion_moe

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fusions import About, assert_same_bits, evaluate, in_groups, of_groups
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 

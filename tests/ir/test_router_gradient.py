@@ -9,8 +9,7 @@ from itertools import combinations
 import pytest
 import torch
 from fusions import evaluate
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Routing, routings
 
 from fusion_moe import FusionDefinition

@@ -3,8 +3,7 @@
 import doctest
 import operator
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusion_moe.ir import sizes
 from fusion_moe.ir.sizes import Size, ceildiv, exact_div, symbol, value

@@ -9,8 +9,7 @@ from layers import assert_near, layer, uniform
 from torch import nn
 from ways import Called, compiled
 
-from fusion_moe import nn as ours
-from fusion_moe import options
+from fusion_moe import nn as ours, options
 
 G, H, I = 3, 24, 16
 SPLITS = torch.tensor([5, 0, 6])

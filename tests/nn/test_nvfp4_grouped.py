@@ -8,8 +8,7 @@ import loops
 import pytest
 import torch
 from bad_calls import messages
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Partition, partitions
 from torch import Tensor, nn
 from ways import HOW, every_way

@@ -15,8 +15,7 @@ from layers import BOTH, NEAR, assert_near, uniform
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion_moe import nn as ours
-from fusion_moe import options
+from fusion_moe import nn as ours, options
 
 pytestmark = pytest.mark.once
 KEEP, ADD, SCALE = ours.MakeExtraOutput, ours.AddExtraInput, ours.ConstantScale

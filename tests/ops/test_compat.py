@@ -15,8 +15,7 @@ import pytest
 import test_ops
 import torch
 from bad_calls import messages
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Partition, partitions
 from test_ops import problem
 from torch import Tensor

@@ -8,8 +8,7 @@ import pytest
 import torch
 from cover import examples
 from fusions import assert_same_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Partition, Routing, partitions, routings
 from torch import Tensor
 

@@ -12,8 +12,7 @@ import torch
 from bad_calls import messages
 from cover import examples
 from fusions import assert_same_bits, evaluate, fusion_of_call
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fusion_moe
 from fusion_moe import NVFP4Config, options

@@ -8,8 +8,7 @@ import pytest
 import torch
 from cover import examples
 from fusions import fusion_of_call
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fusion_moe
 from fusion_moe import options

@@ -10,8 +10,7 @@ import pytest
 import torch
 from cover import examples, few
 from fusions import fusion_of_call
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from routings import Partition, Routing, partitions
 from test_autograd import Called, kept_by
 from test_float_weights import FORMATS, SMALL, H, I, drawn, gradients, loop, plain

@@ -8,8 +8,7 @@ import torch
 from bad_calls import messages
 from cover import examples
 from fusions import assert_same_bits
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from loops import decoded
 from routings import Partition, Routing, partitions, routings
 from torch import Tensor

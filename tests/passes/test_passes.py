@@ -8,8 +8,7 @@ import pytest
 import torch
 from cover import examples
 from fusions import G, N, assert_same_bits, evaluate, inputs_of, programs
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusion_moe import FusionDefinition
 from fusion_moe.backends import TARGETS

@@ -11,8 +11,7 @@ import shutil
 import pages
 import pytest
 import torch
-from test_backward import HIDDEN, TOKENS
-from test_backward import Layer as Training
+from test_backward import HIDDEN, TOKENS, Layer as Training
 
 from fusion_moe import explain
 

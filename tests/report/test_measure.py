@@ -22,8 +22,7 @@ from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Measured
 from fusion_moe.report.measure import in_bf16
 from fusion_moe.runtime import build, isa
-from fusion_moe.runtime.host_memory import bandwidth
-from fusion_moe.runtime.host_memory import pages as large_pages
+from fusion_moe.runtime.host_memory import bandwidth, pages as large_pages
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 32, 2
 IDS = torch.tensor([[0, 1], [1, 3], [1, 0]])

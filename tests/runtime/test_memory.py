@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusion_moe.runtime.memory import ALIGNMENT, Array, allocate, plan
 

@@ -9,8 +9,7 @@ import torch
 from experts import experts
 
 import fusion_moe
-from fusion_moe import compile as pipeline
-from fusion_moe import options
+from fusion_moe import compile as pipeline, options
 from fusion_moe.backends.cpu.launch import Function
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text

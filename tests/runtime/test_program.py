@@ -9,8 +9,7 @@ import torch
 from fusions import fusion_of_call
 
 import fusion_moe
-from fusion_moe import backends, options
-from fusion_moe import compile as pipeline
+from fusion_moe import backends, compile as pipeline, options
 from fusion_moe.encodings import find, quantize
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.types import dtype_name

@@ -16,8 +16,7 @@ from fusions import (
     inputs_of,
     programs,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options, schedule

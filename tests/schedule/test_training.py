@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 from fusions import assert_same_bits, fusion_of_call
-from moe_models import H, I, routing, weight
-from moe_models import tokens as random_tokens
+from moe_models import H, I, routing, tokens as random_tokens, weight
 from test_split import prepared, run_segments, shown
 
 from fusion_moe import options

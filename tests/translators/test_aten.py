@@ -11,8 +11,7 @@ import pytest
 import torch
 from bad_calls import messages
 from fusions import assert_same_bits, evaluate
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 

@@ -14,8 +14,7 @@ import torch
 from ...encodings import Encoding
 from ...encodings.mxfp8 import E4M3
 from ...errors import UnsupportedError
-from ...ir import Dim, Fusion, Op, Value, plain
-from ...ir import types as ir
+from ...ir import Dim, Fusion, Op, Value, plain, types as ir
 from ...ir.kinds.eight_bits import TRAINED
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size

@@ -20,8 +20,7 @@ from typing import Any
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
-from ... import backends, target
-from ... import options as switches
+from ... import backends, options as switches, target
 from ...errors import Error
 from ...ir.text import text
 from ...messages import count, waiting

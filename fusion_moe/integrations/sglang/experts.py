@@ -16,8 +16,7 @@ from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.model_loader.loader import ShardedStateLoader
 from sglang.srt.runtime_context import get_exec, get_lora, get_model
 
-from ...checkpoints import Scheme
-from ...checkpoints.schemes import MODELOPT, PACKED_MXFP4
+from ...checkpoints import MODELOPT, PACKED_MXFP4, Scheme
 from ...encodings import MXFP4, Quantized
 from ...nn import Experts, swiglu
 from ..serving import (

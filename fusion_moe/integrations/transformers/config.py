@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...checkpoints.configurations import QUANTIZATION, TEXT_MODEL, own_entries
+from ...checkpoints import TEXT_MODEL, own_entries
+from ...checkpoints.configurations import QUANTIZATION
 from ...encodings import FP8
 from ...errors import UnsupportedError
 from ...nn import config as nn_config

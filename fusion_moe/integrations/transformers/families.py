@@ -18,8 +18,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ...checkpoints import Directory
-from ...checkpoints.configurations import TEXT_MODEL
+from ...checkpoints import TEXT_MODEL, Directory
 from ...checkpoints.families import Experts, Family, InFloats
 from ...checkpoints.fused import FusedOrder
 from ...errors import UnsupportedError

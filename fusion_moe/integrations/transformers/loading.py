@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ...checkpoints import Directory, Entry, method_of
+from ...checkpoints import Directory, Entry, Source, layers_of_experts, method_of, read_json, shown
 from ...checkpoints.directory import (
     INDEX,
     OLDER_CONFIG,
@@ -33,10 +33,7 @@ from ...checkpoints.directory import (
     older_quantization,
     quantization_of,
 )
-from ...checkpoints.experts import layers_of_experts
 from ...checkpoints.gguf_models import FAMILIES
-from ...checkpoints.headers import read_json, shown
-from ...checkpoints.source import Source
 from ...errors import CheckpointError, Error, OptionError, UnsupportedError
 from ...messages import CONFIG, GGUF, some
 from ...options import during

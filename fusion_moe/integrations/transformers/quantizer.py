@@ -16,8 +16,7 @@ from transformers.integrations.accelerate import get_device
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...checkpoints import KNOWN, Directory, Entry, packing_of
-from ...checkpoints.headers import Read
+from ...checkpoints import KNOWN, Directory, Entry, Read, packing_of
 from ...encodings import NVFP4
 from ...errors import UnsupportedError
 from ...nn import Adapter, prepare_

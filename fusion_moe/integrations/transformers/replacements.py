@@ -14,11 +14,17 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from ...checkpoints import Entry, Packing, StoredWeight, stored_weights
-from ...checkpoints.experts import expert_of, predicts_further_tokens
-from ...checkpoints.headers import Read
+from ...checkpoints import (
+    Entry,
+    Packing,
+    Read,
+    StoredWeight,
+    all_eight_bits,
+    expert_of,
+    predicts_further_tokens,
+    stored_weights,
+)
 from ...checkpoints.integers import USUAL
-from ...checkpoints.stored import all_eight_bits
 from ...encodings import NVFP4, Encoding, Quantized
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError, ShapeError, UnsupportedError

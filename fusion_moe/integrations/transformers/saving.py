@@ -22,9 +22,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ...checkpoints.configurations import PRODUCER, modelopt_config, own_entries
-from ...checkpoints.experts import PER_EXPERT
-from ...checkpoints.schemes import MODELOPT, MODELOPT_FUSED
+from ...checkpoints import MODELOPT, MODELOPT_FUSED, PER_EXPERT, own_entries
+from ...checkpoints.configurations import PRODUCER, modelopt_config
 from ...checkpoints.written import GPT_OSS, Form, form_of
 from ...encodings import MXFP4, NVFP4, Encoding
 from ...errors import OptionError, UnsupportedError

@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints import Directory
-from ...checkpoints.headers import Unread
+from ...checkpoints import Directory, Unread
 from ...errors import UnsupportedError
 from .names import live_names
 from .sources import Source

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...checkpoints import Direction, Scheme, StoredPart, StoredWeight
-from ...checkpoints.experts import PER_EXPERT
+from ...checkpoints import PER_EXPERT, Direction, Scheme, StoredPart, StoredWeight
 from ...encodings import F32
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError

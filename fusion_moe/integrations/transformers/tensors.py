@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from ...checkpoints import Entry, StoredWeight
-from ...checkpoints.headers import Read, Unread
-from ...checkpoints.values import check_scale, check_weight
+from ...checkpoints import Entry, Read, StoredWeight, Unread, check_scale, check_weight
 from ...encodings.encoded import plain
 from ...errors import CheckpointError, NonFiniteError, UnsupportedError
 from ...nn.frozen.packed import PackedModule

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
-from ...checkpoints.schemes import PACKED_INT4, PACKED_MXFP4, PACKED_NVFP4
+from ...checkpoints import PACKED_INT4, PACKED_MXFP4, PACKED_NVFP4
 from ...encodings import INT4
 from ...errors import DtypeError, UnsupportedError
 from ..serving import LEAVE

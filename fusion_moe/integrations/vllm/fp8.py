@@ -16,10 +16,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from ...checkpoints import Scheme
+from ...checkpoints import FP8_OF_MATRIX, Scheme
 from ...checkpoints.fp8 import BLOCK
-from ...checkpoints.schemes import FP8 as FP8_SCALED
-from ...checkpoints.schemes import FP8_INVERSE, FP8_OF_MATRIX, of_encoding
+from ...checkpoints.schemes import FP8 as FP8_SCALED, FP8_INVERSE, of_encoding
 from ...encodings import FP8, FP8_CHANNEL
 from ...errors import DtypeError, UnsupportedError
 from ..serving import LEAVE, Named

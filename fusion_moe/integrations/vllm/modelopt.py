@@ -19,8 +19,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
-from ...checkpoints.configurations import own_entries
-from ...checkpoints.schemes import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
+from ...checkpoints import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED, own_entries
 from ...encodings import FLOATS, NVFP4, check_finite, quantize_weight
 from ...errors import CheckpointError
 from .experts import ExpertsMethod

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import (
 )
 from vllm.utils.math_utils import round_up
 
-from ...checkpoints.schemes import PACKED_MXFP4
+from ...checkpoints import PACKED_MXFP4
 from ...encodings import MXFP4
 from ..serving import AnyDtype, Named
 from .experts import ExpertsMethod

@@ -36,8 +36,8 @@ from ...layouts.layout import as_bytes
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, INTS, Groups, TensorType, plain, wide
-from .rules import Types, need_dtype, need_ends, need_float, need_rank, need_rows_of, need_same
+from ..types import DTYPES, FLOATS, INTS, Groups, TensorType, plain, wide
+from .rules import Types, need, need_ends, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
@@ -66,13 +66,11 @@ def sent_of(op: Op) -> tuple[AnySize, AnySize]:
 def _need_ranks(
     peers: TensorType, ids: TensorType, groups: Groups, experts: int, group: str
 ) -> int:
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
+    need("ids", ids, 2, *INTS)
     slots = ids.shape[1]
     if not isinstance(slots, int) or slots > MOST_SLOTS:
         raise ShapeError(f"{slots} slots of a token", expected=f"at most {MOST_SLOTS}")
-    need_rank("peers", peers, 1)
-    need_dtype("peers", peers, "i64")
+    need("peers", peers, 1, "i64")
     if not isinstance(groups.count, int) or groups.count < 1:
         raise ShapeError(f"{groups.count} ranks", expected="a number known when compiling")
     if groups.stride is None:
@@ -114,8 +112,7 @@ def _dispatch_type(
         need_same("token count", "x", part.shape[0], "ids", ids.shape[0])
     if not scales:
         need_float("x", x)
-    need_rank("w", w, 2)
-    need_float("w", w)
+    need("w", w, 2, *FLOATS)
     if (x.dtype == "f64") != (w.dtype == "f64"):
         raise DtypeError(f"x is {x}, w is {w}", expected="f64 for both, or for neither")
     for a, b in zip(ids.shape, w.shape, strict=True):
@@ -216,12 +213,10 @@ def _combine_from_type(
     Of each rank that holds an expert of a token, its row for that token is added, in the order of
     ranks, in float32 (f64 in float64), and the sum is rounded once.
     """
-    need_rank("y", y, 2)
-    need_float("y", y)
+    need("y", y, 2, *FLOATS)
     rows = need_rows_of("y", y, ends)
     _need_ranks(peers, ids, rows.groups, experts, group)
-    need_rank("all_ids", all_ids, 2)
-    need_dtype("all_ids", all_ids, "i32")
+    need("all_ids", all_ids, 2, "i32")
     need_rows_of("all_ids", all_ids, ends)
     need_same("slots", "all_ids", all_ids.shape[1], "ids", ids.shape[1])
     return (TensorType((plain(ids.shape[0]), y.shape[1]), y.dtype),)

@@ -36,15 +36,7 @@ from ..core import Op, OpKind, Value
 from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8
 from .quantized import encoded, linear
-from .rules import (
-    Types,
-    need_computed,
-    need_dtype,
-    need_float,
-    need_partition,
-    need_rank,
-    need_same,
-)
+from .rules import Types, need, need_computed, need_dtype, need_partition, need_rank, need_same
 from .runs import dequantize_runs, rows_at
 from .shape import elements
 
@@ -158,8 +150,7 @@ def _per_group(y: TensorType, name: str, table: TensorType, ends: TensorType) ->
 
 def _sum_type(y: TensorType, ends: TensorType) -> Types:
     """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""
-    need_rank("y", y, 2)
-    need_float("y", y)
+    need("y", y, 2, *FLOATS)
     rows = need_partition("y", y, ends)
     return (TensorType((rows.groups.count, y.shape[1]), accumulated(y.dtype)),)
 

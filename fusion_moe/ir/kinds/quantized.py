@@ -31,7 +31,7 @@ from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
 from .eight_bits import TRAINED
-from .rules import Types, known, need_dtype, need_partition, need_rank, need_tensor
+from .rules import Types, known, need, need_dtype, need_partition, need_rank, need_tensor
 from .runs import (
     IN_TILES,
     dequantize_runs,
@@ -343,8 +343,7 @@ def _transpose_blocks_type(codes: TensorType, scales: TensorType) -> Types:
     row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128];
     N and K multiples of 32, last blocks may be short
     """
-    need_rank("the codes", codes, 3)
-    need_dtype("the codes", codes, "f8e4m3")
+    need("the codes", codes, 3, "f8e4m3")
     need_dtype("the scales", scales, "f8e8m0", "f32")
     (groups, *sizes), block = codes.shape, FP8_E8M0.block
     n, k = map(known, sizes)
@@ -367,8 +366,7 @@ def _transpose_row_blocks_type(codes: TensorType, ends: TensorType) -> Types:
     f8e4m3[ceil(M/128) + G, K, 128]: those of each column of a block follow each other, columns in
     the order that `runs.transpose_row_blocks` has
     """
-    need_rank("the codes", codes, 2)
-    need_dtype("the codes", codes, "f8e4m3")
+    need("the codes", codes, 2, "f8e4m3")
     if known(codes.shape[1]) % IN_TILES:
         raise ShapeError(f"codes {codes}", expected=f"a multiple of {IN_TILES} columns")
     rows, block = need_partition("the codes", codes, ends), FP8_COLUMNS.block
@@ -390,8 +388,7 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the
     layout
     """
-    need_rank("x", x, 2)
-    need_dtype("x", x, *DTYPES)
+    need("x", x, 2, *DTYPES)
     rows, scales = need_partition("x", x, ends), _scale_layout(layout)
     return (need_tensor("x", x).with_(shape=(rows % scales.rows, *x.shape[1:]), layout=layout),)
 

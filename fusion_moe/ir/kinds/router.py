@@ -22,7 +22,7 @@ from ...errors import FusionError, ShapeError, need_one_of
 from ...layouts.groups import check_ids
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, plain, wide
-from .rules import Types, need_dtype, need_float, need_rank, need_same
+from .rules import Types, need, need_same
 
 SCORINGS = ("softmax", "sigmoid")
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
@@ -54,8 +54,7 @@ def _topk_ids_type(
     count = logits.shape[1]
     assert isinstance(count, int)
     if isinstance(bias, TensorType):
-        need_rank("bias", bias, 1)
-        need_dtype("bias", bias, accumulated(logits.dtype))
+        need("bias", bias, 1, accumulated(logits.dtype))
         need_same("expert count", "bias", bias.shape[0], "logits", count)
     elif bias != 0 or isinstance(bias, bool):
         raise FusionError(
@@ -84,8 +83,7 @@ def need_experts(logits: TensorType, scoring: str) -> None:
     """Raises unless logits are float[T, E] with a known number of experts, and scoring is a known
     one.
     """
-    need_rank("logits", logits, 2)
-    need_float("logits", logits)
+    need("logits", logits, 2, *FLOATS)
     if not isinstance(logits.shape[1], int) or not 1 <= logits.shape[1] < 2**31:
         raise ShapeError(f"logits {logits}", expected="a number of experts known when compiling")
     need_one_of("scoring", scoring, SCORINGS)
@@ -128,8 +126,7 @@ def scores(x: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def _need_ids(logits: TensorType, ids: TensorType) -> None:
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
+    need("ids", ids, 2, *INTS)
     need_same("token count", "ids", ids.shape[0], "logits", logits.shape[0])
 
 
@@ -137,8 +134,7 @@ def _routing_map_type(ids: TensorType, experts: int) -> Types:
     """ids int[T, k] -> bool[T, experts]: whether an expert is one of the token's. An id that is no
     expert is none.
     """
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
+    need("ids", ids, 2, *INTS)
     if not 1 <= experts < 2**31:
         raise ShapeError(f"{experts} experts", expected="1 or more")
     if not isinstance(ids.shape[1], int):
@@ -223,8 +219,7 @@ def _topk_weights_backward_type(
     logits [T, E], in their dtype.
     """
     (w,) = _topk_weights_type(logits, ids, scoring, renormalize, routed_scaling_factor)
-    need_rank("dw", dw, 2)
-    need_dtype("dw", dw, w.dtype)
+    need("dw", dw, 2, w.dtype)
     for a, b in zip(dw.shape, w.shape, strict=True):
         need_same("size", "dw", a, "ids", b)
     return (logits.with_(shape=tuple(map(plain, logits.shape))),)

@@ -26,6 +26,7 @@ from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain
 from .rules import (
     Types,
+    need,
     need_computed,
     need_dtype,
     need_float,
@@ -41,8 +42,7 @@ def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
     """offs i32[G], where the groups of this many rows end -> i32[G]@ends(g), which grouped
     operations take.
     """
-    need_rank("offs", offs, 1)
-    need_dtype("offs", offs, "i32")
+    need("offs", offs, 1, "i32")
     need_same("group count", "offs", offs.shape[0], "groups", groups.count)
     return (offs.with_(shape=(plain(offs.shape[0]),), ends=groups),)
 
@@ -138,8 +138,7 @@ def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None
     first_expert: the id of the first group; rows of ids that name no group come past the last end.
     None: ids start at 0, and every id must name a group, or be -1, which names none.
     """
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
+    need("ids", ids, 2, *INTS)
     need_packed(groups)
     if not isinstance(groups.count, int):
         raise ShapeError(f"{groups.count} groups", expected="a number known when compiling")
@@ -195,10 +194,8 @@ def _place_type(ids: TensorType, expert_map: TensorType, here: int) -> Types:
     """
     if not 0 <= here < 2**31:
         raise ShapeError(f"{here} places", expected="0 or more, of 32 bits")
-    need_rank("ids", ids, 2)
-    need_dtype("ids", ids, *INTS)
-    need_rank("expert_map", expert_map, 1)
-    need_dtype("expert_map", expert_map, "i32")
+    need("ids", ids, 2, *INTS)
+    need("expert_map", expert_map, 1, "i32")
     return (TensorType(tuple(map(plain, ids.shape)), "i32"),)
 
 
@@ -217,8 +214,7 @@ def _place(ids: torch.Tensor, expert_map: torch.Tensor, here: int) -> tuple[torc
 def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
     """The elements of x at index int[N] along a dimension."""
     need_dtype("x", x, *DTYPES)
-    need_rank("index", index, 1)
-    need_dtype("index", index, *INTS)
+    need("index", index, 1, *INTS)
     if not 0 <= dim < len(x.shape):
         raise ShapeError(f"dim {dim} of {x}", expected=f"0 to {len(x.shape) - 1}")
     return (TensorType((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype),)
@@ -275,8 +271,7 @@ def _slots(fd: Any, index: Value) -> Value | None:
 
 def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:
     """acc [N, ...] with the rows of value [M, ...] added at index int[M]."""
-    need_rank("index", index, 1)
-    need_dtype("index", index, *INTS)
+    need("index", index, 1, *INTS)
     need_computed("acc", acc)
     need_dtype("value", value, acc.dtype)
     need_same("row count", "index", index.shape[0], "value", value.shape[0])

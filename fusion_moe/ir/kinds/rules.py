@@ -37,6 +37,12 @@ def need_dtype(name: str, type: TensorType, *dtypes: str) -> None:
         raise DtypeError(f"{name} is {type}", expected=f"dtype {' or '.join(dtypes)}")
 
 
+def need(name: str, type: TensorType, rank: int, *dtypes: str) -> None:
+    """Both of these: the number of dimensions, and one of the dtypes."""
+    need_rank(name, type, rank)
+    need_dtype(name, type, *dtypes)
+
+
 def need_float(name: str, type: TensorType) -> None:
     """The dtype must be a floating-point one."""
     need_dtype(name, type, *FLOATS)

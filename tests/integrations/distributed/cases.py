@@ -27,8 +27,7 @@ import precompiled
 import torch
 import torch._dynamo  # once for all ranks
 import torch.distributed as dist
-from experts import experts as experts_on_cpu
-from experts import float_weights
+from experts import experts as experts_on_cpu, float_weights
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (

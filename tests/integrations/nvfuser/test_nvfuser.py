@@ -21,8 +21,7 @@ from fusion_moe.compile import lower
 from fusion_moe.definitions import translate
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.integrations.nvfuser import headers, library
-from fusion_moe.integrations.nvfuser import scheduler as facts
+from fusion_moe.integrations.nvfuser import headers, library, scheduler as facts
 from fusion_moe.integrations.nvfuser.definition import RULES, define
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 import fusion_moe
-from fusion_moe.checkpoints import convert
-from fusion_moe.checkpoints import quantize as quantize_files
+from fusion_moe.checkpoints import convert, quantize as quantize_files
 from fusion_moe.encodings import FP8, FP8_CHANNEL, FP8_TENSOR, NVFP4, dequantize, quantize
 from fusion_moe.errors import CheckpointError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE

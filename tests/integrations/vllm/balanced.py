@@ -25,8 +25,7 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 def layer(rank: int) -> Any:
     """vLLM's layer with weights, at first in vLLM's own arrangement: 0 1 2 | 3 0 1."""
     from method_layers import load_nvfp4
-    from test_vllm_config import NVFP4_CONFIG, parallel
-    from test_vllm_config import layer as configuration
+    from test_vllm_config import NVFP4_CONFIG, layer as configuration, parallel
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 

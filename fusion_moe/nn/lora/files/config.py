@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.headers import read_json, shown
+from ....checkpoints import read_json, shown
 from ....errors import CheckpointError, UnsupportedError
 from ..adapter import is_alpha
 
