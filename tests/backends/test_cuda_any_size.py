@@ -8,15 +8,19 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from test_cuda_source import MODELS, sources
+from fusions import fusion_of_call
+from test_cuda_source import MODELS, encoded, sources, tokens_of
 
 from fusion_moe import options
 from fusion_moe.arch import A100, H200, Arch
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice, choose
 from fusion_moe.backends.cuda.dataflow import one_part
 from fusion_moe.backends.cuda.launch import _missing
 from fusion_moe.backends.cuda.source import Source
+from fusion_moe.compile import lower
+from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc, store
 from fusion_moe.runtime.precompile import run_builds
 
@@ -93,3 +97,22 @@ def test_what_is_compiled_is_not_missing(tmp_path, arch):
             assert len(_missing(choice)) == len(choice.kernels)
             run_builds(_missing(choice))
             assert not _missing(choice)
+
+
+@pytest.mark.parametrize(
+    "how", [{"weight_format": "bf16"}, {"weight_format": "fp8", "activation_format": "fp8"}]
+)
+def test_row_order_has_the_kernels_of_all_sizes(how):
+    """Bits of rows then do not depend on what is compiled."""
+    weights = (encoded(how["weight_format"], 8, *shape) for shape in ((512, 256), (256, 256)))
+    fusion = fusion_of_call("fused_experts", *tokens_of(64, 2, 256), *weights, **how)
+    lowered = lower(fusion, TARGETS["cuda"], Options(order="row"))
+    for part in [one_part(segment.plan.work) for segment in lowered.segments]:
+        names = {
+            tuple(
+                k.name
+                for k in choose(part, dict.fromkeys(part.symbols, n), H200, any_size=of_any).kernels
+            )
+            for n, of_any in ((16, False), (4096, False), (64, True))
+        }
+        assert len(names) == 1

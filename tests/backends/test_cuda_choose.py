@@ -12,7 +12,7 @@ from fusion_moe.arch import A100, H100, H200, KNOWN
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice
-from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.product import Product
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.ir.builder import FusionDefinition

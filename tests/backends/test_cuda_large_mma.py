@@ -11,6 +11,7 @@ from kernel_tables import EIGHT_BITS, MMA, PAIRS
 from test_cuda_source import (
     all_loops,
     build,
+    by_variants,
     needs_nvdisasm,
     only,
     product_of,
@@ -75,7 +76,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(variant: LargeMma):
     """A K block takes a product 1 instruction, reading eight rows 2, dequantizing 1,024 weights
     some 55. In row order activations move to registers that follow each other.
     """
-    source = sources("qwen3", order="row" if variant.row_order else "free")[0]
+    source = by_variants(sources("qwen3", order="row" if variant.row_order else "free")[0])
     lines = sass(build(source.products(only(variant), {"s0": 512}, A100)[0], A100))
     assert not uses_of_local_memory(lines)
     found = defaultdict[int, list[int]](list)

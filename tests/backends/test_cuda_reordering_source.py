@@ -5,7 +5,6 @@ which.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,8 +17,9 @@ from test_cuda_source import build, encoded, launches, meta, needs_nvdisasm, sas
 
 from fusion_moe.arch import H200, L40S
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.grouped_mm import ByVariants
 from fusion_moe.backends.cuda.launch import KERNELS
+from fusion_moe.backends.cuda.product import Product
 from fusion_moe.backends.cuda.reordering import Reordered, reordering
 from fusion_moe.backends.cuda.table import table_of
 from fusion_moe.compile import lower
@@ -51,7 +51,7 @@ def product_of(encoding="nvfp4", layout="sf128x4", groups=2, n=80, k=320, **give
 @pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
 def test_tiles_are_those_of_the_layout(encoding, layout, tmp_path):
     """The kernel's C++ on the CPU, a lane after the other; K of five tiles ends inside a run."""
-    product = product_of(encoding, layout)
+    product = product_of(encoding, layout).ways[0].source
     assert isinstance(product, Reordered)
     weight = some_weight(product.plan.encoding, product.plan.n, product.plan.k)
     parts = [
@@ -89,7 +89,7 @@ def test_tiles_are_those_of_the_layout(encoding, layout, tmp_path):
 
 def test_many_rows_are_worth_it():
     product = product_of(groups=64, n=1536, k=2048)
-    average = table_of(H200).change("reordered", product.matrices)
+    average = table_of(H200).change("reordered", product.by_variants.matrices)
     few, many = (launches(product, rows) for rows in (int(64 * average) - 1, int(64 * average)))
     assert [k.name.partition("_")[0] for k in few] == ["small"]
     assert many[0].name == "reorder_weights"
@@ -100,15 +100,16 @@ def test_many_rows_are_worth_it():
 def test_kernels_that_read_weights_as_they_lie_know_nothing_of_it():
     """Their struct is as it would be without tiles, and so is the memory of a call."""
     product = product_of(n=128, k=256)
-    plain = Product(replace(product.plan, layout="sf128x4"))
+    plain = ByVariants(product.plan)
     sizes = dict.fromkeys(product.fusion.symbols, 2)
     chosen = product.choose(sizes, H200)
     assert [k.text for k in launches(product, 2)] == [k.text for k in launches(plain, 2)]
-    assert product.arrays_of(chosen) == plain.arrays_of(chosen)
-    assert not any(product.count(array, chosen, sizes) for array in product.tile_arrays)
+    tiles, beside = product.ways[0].source.tile_arrays, len(plain.fusion.inputs) + len(plain.memory)
+    assert len(product.arrays_of(chosen)) == beside + len(plain.scratch)
+    assert not any(product.count(array, chosen, sizes) for array in tiles)
     many = dict.fromkeys(product.fusion.symbols, MANY)
-    assert product.choose(many, H200).reorders
-    counts = [product.count(a, product.choose(many, H200), many) for a in product.tile_arrays]
+    assert product.choose(many, H200).way == 0
+    counts = [product.count(a, product.choose(many, H200), many) for a in tiles]
     assert counts == [2 * 128 * 256 // 2, 2 * 128 * 256 // 16]
 
 
@@ -121,7 +122,7 @@ def test_kernels_that_read_weights_as_they_lie_know_nothing_of_it():
     ],
 )
 def test_other_weights_are_read_as_they_lie(made):
-    assert type(made()) is Product
+    assert [type(way.source) for way in made().ways] == [ByVariants]
 
 
 def test_the_order_of_rows_keeps_to_one_kind_of_kernel():
@@ -132,8 +133,9 @@ def test_the_order_of_rows_keeps_to_one_kind_of_kernel():
 
 def test_the_option_order_weights():
     args = {"groups": 64, "n": 1536, "k": 2048}
-    assert type(product_of(**args, order_weights=False)) is Product
-    assert type(product_of(**args)) is Reordered
+    few = [type(way.source) for way in product_of(**args, order_weights=False).ways]
+    both = [type(way.source) for way in product_of(**args).ways]
+    assert (few, both) == ([ByVariants], [Reordered, ByVariants, Reordered])
 
 
 def test_a_kernel_that_is_asked_for_gets_the_weights_that_it_reads():

@@ -27,7 +27,7 @@ from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
 from fusion_moe.backends import TARGETS, emit, in_place_of_kernel
 from fusion_moe.backends.cuda.columns import columns
-from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.grouped_mm import ByVariants
 from fusion_moe.backends.cuda.heuristics import (
     Chosen,
     SizeClass,
@@ -36,6 +36,7 @@ from fusion_moe.backends.cuda.heuristics import (
 )
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, build
+from fusion_moe.backends.cuda.product import Product
 from fusion_moe.backends.cuda.source import KernelSource, Source
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
 from fusion_moe.backends.cuda.variants import (
@@ -167,6 +168,13 @@ def sources(*args, **kwargs) -> list[Source]:
     return [k.launch.source for k in kernels]
 
 
+def by_variants(source: Source) -> ByVariants:
+    """The way of a product by kernels of variants."""
+    assert isinstance(source, Product)
+    assert source.by_variants
+    return source.by_variants
+
+
 def launches(source: Source, tokens: int, arch: Arch = H200) -> list[KernelSource]:
     sizes = dict.fromkeys(source.fusion.symbols, tokens)
     return source.launches(source.choose(sizes, arch), sizes, arch)
@@ -257,8 +265,8 @@ def test_parameters_of_each_expert_are_read_by_the_first_product(width):
     others = {"weight_format": "nvfp4", "weight_layout": "w16x64", "activation": text}
     others["activation_parameters"] = meta(e, 1, width, dtype=torch.float32)
     kernels = emitted(fusion_of_call("fused_experts", *args, **others))
-    products = [kernel.launch.source for kernel in kernels]
-    assert [type(p) for p in products] == [Product, Product]
+    products = [by_variants(kernel.launch.source) for kernel in kernels]
+    assert len(products) == 2
     for arch in (A100, H200):
         build_all(launches(products[0], 300, arch), arch)
 
@@ -275,15 +283,14 @@ def product_of(
     n: int = 1024,
     groups: int = 16,
     out_dtype: torch.dtype | None = None,
-) -> Product:
+) -> ByVariants:
     """One product with weights of an encoding."""
     args = meta(64, k, dtype=DTYPES[activations]), encoded(fmt, groups, n, k)
     how = {"weight_format": fmt, "weight_layout": layout, "out_dtype": out_dtype}
     ends = meta(groups, dtype=torch.int32)
     (kernel,) = emitted(fusion_of_call("grouped_mm", *args, ends, **how))
     assert not kernel.why
-    assert isinstance(kernel.launch.source, Product)
-    return kernel.launch.source
+    return by_variants(kernel.launch.source)
 
 
 sorted_rows = partial(product_of, "nvfp4", "bf16", "w16x64", n=1536, groups=128)
@@ -394,7 +401,7 @@ def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidd
     assert layer.padding("gate_up", W16X64).padded == (2 * i, h)
     monkeypatch.setitem(MODELS, "shard", (8, 2, h, i))
     made = sources("shard")
-    assert all(source.reader.tiled for source in made)
+    assert all(by_variants(source).reader.tiled for source in made)
     build_all([x for source in made for x in launches(source, 300)], H200)
 
 
@@ -433,8 +440,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Vari
         if not any(variant in regime.variants for regime in regimes):
             continue
         for i, model in enumerate(of_products):
-            source = sources(model, layout, order=order)[i]
-            assert isinstance(source, Product)
+            source = by_variants(sources(model, layout, order=order)[i])
             if not variant.fits(source.matrices, H200):
                 continue  # gate and up would be in two blocks, or registers would not do
             # blocks enough for halves
@@ -464,8 +470,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Vari
 )
 def test_large_m_stores_by_whole_instructions(variant, product, fragment_order):
     """At least 8 bytes at a time; elements of 16 bits are transposed."""
-    source = sources("qwen3")[product]
-    assert isinstance(source, Product)
+    source = by_variants(sources("qwen3")[product])
     chosen = replace(only(variant), writes_fragment_order=fragment_order)
     lines = sass(build(source.products(chosen, {"s0": 64}, H200)[0], H200))
     stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
@@ -481,7 +486,7 @@ def test_large_m_stores_by_whole_instructions(variant, product, fragment_order):
 def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
     variant, k, in_fragment_order, monkeypatch
 ):
-    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order)
+    monkeypatch.setattr(ByVariants, "needs_reordering", lambda self, variant: in_fragment_order)
     source, sizes = sorted_rows(k), {"s0": 2**17}
     assert variant.fits(source.matrices, H200)
     lines = sass(build(source.products(only(variant), sizes, H200)[0], H200))
@@ -585,8 +590,7 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
     """
     few, tall = M8[0].name, M80[0].name
     use(monkeypatch, tiled=(Regime(ALWAYS, M8, ((12, M8), (None, M80))), *TABLE.tiled))
-    for source in sources("dsv3"):
-        assert isinstance(source, Product)
+    for source in map(by_variants, sources("dsv3")):
         high, low = [x for x in launches(source, 128) if "_m_" in x.name]
         assert [high.title, low.title] == [
             f"{tall} (groups of more than 12 rows)",

@@ -16,15 +16,10 @@ from test_cuda_source import encoded, launches, meta, needs_nvdisasm, sass, spil
 from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.cuda.gemm import (
-    EitherProduct,
-    Gemm,
-    Wgrad,
-)
-from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.heuristics import AUTO
 from fusion_moe.backends.cuda.launch import build
 from fusion_moe.backends.cuda.loops import Loops
+from fusion_moe.backends.cuda.product import Product
 from fusion_moe.backends.cuda.source import KernelSource, Source
 from fusion_moe.backends.cuda.variants import LargeM, Matrices, SmallM
 from fusion_moe.compile import compile_fusion
@@ -87,6 +82,12 @@ def sources(fusion: Fusion) -> list[Source]:
     return [s.plan.work for s in program.segments]
 
 
+def ways(source: Source) -> str:
+    """Those of a product, in the order in which they are tried; else the kind of the source."""
+    made = [way.source for way in source.ways] if isinstance(source, Product) else [source]
+    return ", ".join(type(s).__name__ for s in made)
+
+
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("form", "inner", "hidden", "copies"),
@@ -110,17 +111,17 @@ def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
     for fusion in (made.forward, made.backward):
         program = compile_fusion(fusion, TARGETS["cuda"], options.current())
         assert program.joined
-        found.append([type(s.plan.work).__name__ for s in program.segments])
+        found.append([ways(s.plan.work) for s in program.segments])
         for kernel in program.joined.choose(dict.fromkeys(fusion.symbols, 64), H200).kernels:
             if kernel.name.startswith(("copies", "elements", "sum", "fp8")):
                 cubin = build(kernel, H200)
                 assert cubin.exists()
                 assert not spills(sass(cubin))
     products = [[name for name in names if name != "Loops"] for names in found]
-    forward, dgrad = [["Gemm", "EitherProduct"], ["Gemm", "Gemm"]]
+    forward, dgrad = [["Gemm", "Gemm, ByVariants"], ["Gemm", "Gemm"]]
     if form.startswith("fp8") and inner % 64 == 0:
-        forward = dgrad = ["Fp8Product"] * 2
-    wgrad = "Fp8Wgrad" if form == "fp8_block" and inner % 64 == 0 else "Wgrad"
+        forward = dgrad = ["ByCodes, DecodedRows"] * 2
+    wgrad = "CodesWgrad" if form == "fp8_block" and inner % 64 == 0 else "Wgrad"
     assert products == [forward, [*dgrad, wgrad, wgrad]]
     assert [names.count("Loops") for names in found] == copies
 
@@ -154,13 +155,13 @@ def test_rounded_weights_that_train_have_kernels(how, dtype):
     given = {"weight_format": "nvfp4", "weight_layout": "w16x64", "straight_through": how}
     made = differentiate(fusion_of_call("fused_experts", *args, **given), [0, 2, 6, 10])
     forward, backward = (
-        [type(s).__name__ for s in sources(f) if not isinstance(s, Loops)]
+        [ways(s) for s in sources(f) if not isinstance(s, Loops)]
         for f in (made.forward, made.backward)
     )
-    assert forward == ["Product", "Product"]
+    assert forward == ["ByVariants", "ByVariants"]
     assert sorted(backward) == sorted(
-        ["Product"] * (how != "saved")
-        + ["Gemm" if how == "float" else "EitherProduct"] * 2
+        ["ByVariants"] * (how != "saved")
+        + ["Gemm" if how == "float" else "ByVariants, Gemm"] * 2
         + ["Wgrad"] * 2
     )
     assert [v.type.dtype for v in made.backward.outputs[2:]] == [dtype_name(dtype)] * 2
@@ -176,10 +177,12 @@ def test_which_kernels_a_layer_has():
     derivative, FC1's, both wgrads, the picking of the router's gradient.
     """
     made = derivative("plain")
-    assert [type(s) for s in sources(made.forward)] == [Gemm, EitherProduct]
-    assert sorted(type(s).__name__ for s in sources(made.backward)) == sorted(
-        t.__name__ for t in (Gemm, Gemm, Wgrad, Wgrad, Loops)
-    )
+    assert [ways(s) for s in sources(made.forward)] == ["Gemm", "Gemm, ByVariants"]
+    assert sorted(ways(s) for s in sources(made.backward)) == [
+        *["Gemm"] * 2,
+        "Loops",
+        *["Wgrad"] * 2,
+    ]
 
 
 @pytest.mark.parametrize(("how", "hidden"), few([("plain", 100), *((how, 256) for how in HOW)], 2))
@@ -285,7 +288,7 @@ ADAPTED = [
 def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
     """B (A x) is added by the kernel of W x, for any number of rows, without local memory."""
     made = adapted(weight_format, layout, rank=rank)
-    both = [s for s in sources(made.forward) if isinstance(s, Product | Gemm) and s.plan.added]
+    both = [s for s in sources(made.forward) if isinstance(s, Product) and s.plan.added]
     assert len(both) == 2
     for source in both:
         for rows in (2, 20000):
@@ -302,7 +305,7 @@ def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank)
 @pytest.mark.parametrize("rank", [72, 6])
 def test_other_numbers_of_features_have_a_kernel_of_their_own(rank):
     made = adapted("nvfp4", "w16x64", rank=rank)
-    assert not any(s.plan.added for s in sources(made.forward) if isinstance(s, Product | Gemm))
+    assert not any(s.plan.added for s in sources(made.forward) if isinstance(s, Product))
 
 
 def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:
@@ -327,7 +330,7 @@ def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
     while the next fragments are made.
     """
     made = packed(weight_format, layout)
-    dgrads = [s for s in sources(made.backward) if isinstance(s, EitherProduct)]
+    dgrads = [s for s in sources(made.backward) if isinstance(s, Product)]
     assert [bool(s.plan.sums) for s in dgrads] == [True, False]
     for dgrad in dgrads:
         sizes = dict.fromkeys(dgrad.fusion.symbols, tokens)
@@ -360,9 +363,7 @@ def test_a_dgrad_off_the_tile_is_a_product_of_gemm(k, runs, fits):
 
 
 def test_a_variant_that_fits_no_dgrad_is_for_others():
-    (dgrad, _) = (
-        s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, EitherProduct)
-    )
+    (dgrad, _) = (s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, Product))
     sizes = dict.fromkeys(dgrad.fusion.symbols, 512)
     assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes
     assert not dgrad.choose(sizes, H200, "small_m_1x1x2x1x3").size_classes
@@ -382,7 +383,7 @@ def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
 
 def test_sums_of_a_row_have_a_place_for_each_tile():
     made = derivative("plain", 256, 700)
-    (gemm,) = [s for s in sources(made.backward) if isinstance(s, Gemm) and s.plan.sums]
+    (gemm,) = [s for s in sources(made.backward) if isinstance(s, Product) and s.plan.sums]
     (array,) = [a for a in gemm.scratch if a.name == "partial_sums"]
     sizes = dict.fromkeys(gemm.fusion.symbols, 1000)
     # rows, and parts of 64 columns of tiles of 256

@@ -16,7 +16,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.backends.cuda import gemm
-from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.grouped_mm import ByVariants
 from fusion_moe.backends.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
@@ -235,7 +235,7 @@ def test_runs_with_a_scale_each(scales, n, tile_m, monkeypatch):
 )
 def test_every_variant_exactly(table, variant, in_fragment_order, monkeypatch):
     monkeypatch.setattr(
-        Product,
+        ByVariants,
         "needs_reordering",
         lambda self, variant: in_fragment_order and variant.reads_fragment_order,
     )

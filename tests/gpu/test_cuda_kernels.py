@@ -20,7 +20,7 @@ import fusion_moe
 from fusion_moe import FusionDefinition, layouts, options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.cuda.grouped_mm import Product
+from fusion_moe.backends.cuda.grouped_mm import ByVariants
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
 from fusion_moe.backends.cuda.variants import LargeM, SmallM, Variant
 from fusion_moe.compile import compile_fusion
@@ -289,7 +289,7 @@ def ways() -> list[Any]:
 )
 def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_order, monkeypatch):
     monkeypatch.setattr(
-        Product,
+        ByVariants,
         "needs_reordering",
         lambda self, variant: in_fragment_order and variant.reads_fragment_order,
     )

@@ -3,8 +3,10 @@ them.
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product; copies.py: copies in MXFP8, made in these
-grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is
-                made of; reordering.py: of many rows, with weights that are not in tiles
+product.py      products: the ways to compute each, and which one a call takes
+grouped_mm.py   the way for weights in any encoding, with gather, routing and epilogue; columns.py:
+                which columns a result is made of; reordering.py: of many rows, with weights that
+                are not in tiles
 added.py        a product that joins the accumulators of another, as an adapter's
 fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
@@ -22,7 +24,6 @@ kernels/        the kernels, fixed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -34,23 +35,18 @@ from ...ir import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...schedule import WITH_RANKS
-from ...schedule.product import products
 from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
 from ..backend import Backend
-from ..cxx import ACTIVATIONS, need_one_width, plan_product, plan_wgrad
-from ..inexpressible import Inexpressible
-from . import fp8, gemm
+from . import fp8
 from .choose import Choice, Step
 from .collective import Collective
-from .gemm import EitherProduct, Gemm, Wgrad
 from .heuristics import check_variant
 from .join import join
 from .launch import Launch
 from .loops import Loops
-from .readers import readable
-from .reordering import product
+from .product import source_of
 from .source import Sizes, Source
 from .table import table_of
 from .variants import Matrices
@@ -69,44 +65,7 @@ def plan(fusion: Fusion, kind: str) -> Source:
     return source
 
 
-def _product(fusion: Fusion) -> Source:
-    if products(fusion)[0].kind == "wgrad":
-        outer = plan_wgrad(fusion, (*gemm.DTYPES, *fp8.COLUMNS))
-        return _first(outer, fp8.Fp8Wgrad if outer.product.a.type.quantized else Wgrad)
-    read = readable()
-    transposed = [*gemm.READERS, *(r for r in read if r[0] not in gemm.DTYPES)]
-    made = plan_product(
-        fusion, read, transposed, of_added=gemm.READERS, of_rows=(*ACTIVATIONS, *fp8.ROWS)
-    )
-    if made.quantized and not made.a.type.quantized:
-        quantize = fusion.producers[fusion.producers[made.quantized[0]].values[0]]
-        raise Inexpressible(quantize, "the kernels of this product do not quantize its result")
-    if made.a.type.quantized:
-        return fp8.Fp8Product(need_one_width(made))
-    as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
-    if made.kind == "fprop" and not as_in_torch:
-        return product(need_one_width(made))
-    if as_in_torch and not (made.kind == "fprop" and made.one_width):
-        return _first(made, Gemm)
-    return _first(made, EitherProduct, Gemm)
-
-
-def _first(made: Any, *classes: type[Source]) -> Source:
-    """The first of these for a planned product whose needs the GPU meets and that takes it.
-    UnsupportedError by the last one.
-    """
-    gpu, why = cuda.facts(), UnsupportedError("no kernel")
-    for of in classes:
-        try:
-            if missing := gpu.why_not(of.needs):
-                raise UnsupportedError(f"its kernels do not run here: {missing}")
-            return of(made)  # type: ignore[call-arg]  # each takes a plan alone
-        except UnsupportedError as error:
-            why = error
-    raise why
-
-
-_SOURCES = {"grouped_gemm": _product, "collective": Collective}
+_SOURCES = {"grouped_gemm": source_of, "collective": Collective}
 
 
 def emit(segment: Segment) -> Kernel:
@@ -156,7 +115,7 @@ def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
 
 def _transposed_columns() -> tuple[str, ...]:
     """Those of wgrads whose kernels run on the GPU."""
-    return () if cuda.facts().why_not(fp8.Fp8Wgrad.needs) else fp8.COLUMNS
+    return () if cuda.facts().why_not(fp8.CodesWgrad.needs) else fp8.COLUMNS
 
 
 BACKEND = Backend(

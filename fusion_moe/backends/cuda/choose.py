@@ -112,7 +112,7 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
     """
     sources = [part.source for part in parts.parts]
     chosen = [
-        s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant)
+        replace(s.choose(None if any_size else sizes, arch, parts.variant), any_size=any_size)
         for s in sources
     ]
     # ranks send in one order, but each has kernels for any size until its own are compiled

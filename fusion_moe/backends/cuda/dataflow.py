@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...ir import Value, dependent, needed
-from .grouped_mm import PlannedSource, Product
 from .heuristics import AUTO
+from .product import Product
 from .source import Array, Source
 
 
@@ -183,7 +183,7 @@ def _linked(maker: Part, v: Value, after: Source) -> bool:
 def _leaves_rest(source: Source) -> bool:
     """Whether a source is a product that itself reads no results for rows of no group."""
     return (
-        isinstance(source, PlannedSource)
+        isinstance(source, Product)
         and not source.plan.sums
         and (source.plan.combine is None or source.plan.sums_groups)
     )
@@ -191,7 +191,7 @@ def _leaves_rest(source: Source) -> bool:
 
 def _rows(part: Part) -> list[Value]:
     """The results of a part's product for rows."""
-    if not isinstance(part.source, PlannedSource):
+    if not isinstance(part.source, Product):
         return []
     rows = part.source.plan.quantized or part.source.plan.rows
     return [
@@ -202,7 +202,7 @@ def _rows(part: Part) -> list[Value]:
 def _in_place(part: Part, v: Value) -> bool:
     """Whether v has the rows of a part's product, which reads for each of them no others."""
     source, own = part.source, part.source.fusion.inputs[part.inputs.index(v)]
-    assert isinstance(source, PlannedSource)
+    assert isinstance(source, Product)
     if own.type.shape[0] != source.plan.a.type.shape[0]:
         return False
     reached = dependent(source.fusion.ops, [own])

@@ -7,7 +7,6 @@ around kernels/fp8_wgrad.cuh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from ...arch import Arch
@@ -27,11 +26,10 @@ from .gemm import (
     reset_tile_counter,
     size_class,
 )
-from .grouped_mm import UNQUANTIZED, Product
+from .grouped_mm import UNQUANTIZED, ByVariants
 from .heuristics import AUTO, Chosen
 from .mma_tile import mma_tile
 from .source import Array, Boxes, KernelSource, Sizes
-from .table import table_of
 from .variants import Variant
 from .vectors import VECTOR, follow
 
@@ -49,8 +47,10 @@ _SORTED_CODES, _SORTED_SCALES = "sorted_codes", "sorted_scales"
 _M = Variable("m")
 
 
-class Fp8Product(Product):
-    """The source of a planned product of rows in e4m3 codes with scales of their blocks."""
+class DecodedRows(ByVariants):
+    """A planned product of rows in e4m3 codes with scales of their blocks, by kernels that read the
+    numbers that the codes stand for.
+    """
 
     def __init__(self, plan: ProductPlan):
         if len(plan.rows) > 1:  # accumulators leave too few registers
@@ -64,16 +64,6 @@ class Fp8Product(Product):
             ops = self.fusion.ops
             cut = next((op for op in ops if op.kind.name == "slice"), ops[-1])
             raise Inexpressible(cut, f"columns of codes in no runs of {_RUN} have no kernel here")
-        self._codes, self._sorted = list[str](), list[Array]()
-        with suppress(UnsupportedError):
-            self._operand = _operand(self)
-            self._codes = self._make_codes()
-            if not self._operand.in_boxes:
-                self._sorted = [
-                    Array(_SORTED_CODES, "u8", self.rows * plan.k),
-                    Array(_SORTED_SCALES, "float", self.rows * self._columns[1]),
-                ]
-            self.scratch += [TILE_COUNTER, *self._sorted]
 
     def rows_in_memory(self, made: Elements) -> tuple[Value, Index] | None:
         """That of the codes, if scales are picked as they are."""
@@ -100,29 +90,66 @@ class Fp8Product(Product):
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
         return False
 
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; no variants if both operands are multiplied as codes."""
-        rows = value(self.rows, sizes)
-        many = self.plan.row_order or table_of(arch).many("codes", rows, self.matrices)
-        if self._codes and many and not arch.why_not(NEEDS) and variant == AUTO:
-            wgmma = by_wgmma(arch)
-            return Chosen(
-                quantizes_after=bool(self.plan.quantized) and not wgmma,
-                sorts=wgmma and not self._operand.in_boxes,
-            )
-        return super().choose(sizes, arch, variant)
+    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """As of all variants; the result is quantized last."""
+        return [*super().kernels(chosen, sizes, arch), *self._quantized()]
+
+    def _quantized(self) -> list[KernelSource]:
+        return [self.once(self._quantize)] if self.plan.quantized else []
+
+    def _quantize(self) -> KernelSource:
+        """Quantizes the product's result."""
+        (result,), width = self.plan.rows, self.plan.width
+        row = [
+            "const auto row = [&](i64 m) {",
+            "    return [=](i64 j0, float (&x)[8]) {",
+            f"        const auto eight = load_eight({UNQUANTIZED} + m * {width} + j0);",
+            "        for (int v = 0; v < 8; ++v) x[v] = widen(eight.at[v]);",
+            "    };",
+            "};",
+        ]
+        where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
+        copies = [(FP8_ROWS, where, block_copies.BLOCK_COPY)]
+        shape = (self.rows, width)
+        number = "bf16" if stored(result) == "bf16" else "float"
+        return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
+
+
+class ByCodes(DecodedRows):
+    """The same by kernels that multiply both operands as codes. UnsupportedError if they do not
+    compute this product.
+    """
+
+    def __init__(self, plan: ProductPlan):
+        super().__init__(plan)
+        self._operand, self._sorted = _operand(self), list[Array]()
+        self._codes = self._make_codes()
+        if not self._operand.in_boxes:
+            self._sorted = [
+                Array(_SORTED_CODES, "u8", self.rows * plan.k),
+                Array(_SORTED_SCALES, "float", self.rows * self._columns[1]),
+            ]
+        unquantized = [array for array in self.scratch if array.name == UNQUANTIZED]
+        self.scratch = [TILE_COUNTER, *unquantized, *self._sorted]
+
+    def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
+        """UnsupportedError on GPUs that do not multiply codes."""
+        if missing := arch.why_not(NEEDS):
+            raise UnsupportedError(f"its kernels do not run here: {missing}")
+        return Chosen(by_wgmma=by_wgmma(arch))
+
+    def uses(self, array: Array, chosen: Chosen) -> bool:
+        """Products by wgmma read sorted rows, and quantize their results themselves."""
+        return array == TILE_COUNTER or (array in self._sorted) == chosen.by_wgmma
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; the product; its rows quantized; sums of them."""
-        if chosen.size_classes:
-            kernels = super().kernels(chosen, sizes, arch)
-            return [*kernels, self.once(self._quantize)] if self.plan.quantized else kernels
+        """Routing; rows sorted; the product; its rows quantized; sums of them."""
         return [
             reset_tile_counter(self),
             *self.made_first(sizes, chosen.any_size),
-            *([self.once(self._sort)] if chosen.sorts else []),
+            *([self.once(self._sort)] if self._sorted and chosen.by_wgmma else []),
             self._product_of_codes(sizes, arch, chosen.without_rest),
-            *([self.once(self._quantize)] if chosen.quantizes_after else []),
+            *([] if chosen.by_wgmma else self._quantized()),
             *self.once(self.sums_of_tokens),
         ]
 
@@ -168,32 +195,6 @@ class Fp8Product(Product):
         slot_of = self.fusion.producers[base_of(self.fusion, picks.values[1])].outputs[2]
         fits = slot_of in self.memory and isinstance(plain(slot_of.type.shape[1]), int)
         return slot_of if fits else None
-
-    def _quantize(self) -> KernelSource:
-        """Quantizes the product's result."""
-        (result,), width = self.plan.rows, self.plan.width
-        row = [
-            "const auto row = [&](i64 m) {",
-            "    return [=](i64 j0, float (&x)[8]) {",
-            f"        const auto eight = load_eight({UNQUANTIZED} + m * {width} + j0);",
-            "        for (int v = 0; v < 8; ++v) x[v] = widen(eight.at[v]);",
-            "    };",
-            "};",
-        ]
-        where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
-        copies = [(FP8_ROWS, where, block_copies.BLOCK_COPY)]
-        shape = (self.rows, width)
-        number = "bf16" if stored(result) == "bf16" else "float"
-        return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
-
-    def uses(self, array: Array, chosen: Chosen) -> bool:
-        """Not the arrays of the other kernels."""
-        by_codes = not chosen.size_classes
-        if array.name == UNQUANTIZED and by_codes:
-            return chosen.quantizes_after
-        if array in self._sorted:
-            return chosen.sorts
-        return by_codes == (array == TILE_COUNTER) and super().uses(array, chosen)
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
@@ -268,7 +269,7 @@ class Fp8Product(Product):
         return self.names[row[0]]
 
 
-class Fp8Wgrad(Wgrad):
+class CodesWgrad(Wgrad):
     """The source of a planned wgrad of operands in e4m3 codes, which are in memory by columns."""
 
     needs = (*gemm.NEEDS, "clusters")
@@ -326,13 +327,13 @@ def _box_rows(read: Sequence[Index], width: int) -> int:
     return next((n for n in runs if all(follow(c, width, n, _RUN) for c in read)), 0)
 
 
-def _parts(source: Product) -> tuple[Value, Value]:
+def _parts(source: DecodedRows) -> tuple[Value, Value]:
     """The codes and the scales of the rows."""
     codes, scales = source.fusion.producers[source.plan.a].values
     return codes, scales
 
 
-def _operand(source: Product) -> Operand:
+def _operand(source: DecodedRows) -> Operand:
     """The codes of the rows. UnsupportedError unless they are in memory."""
     operand = Operand(source, _parts(source)[0], source.plan.k, "a")
     if operand.scratch:

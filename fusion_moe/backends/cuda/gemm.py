@@ -6,7 +6,6 @@ quantized weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from ...arch import Arch
 from ...errors import UnsupportedError
@@ -15,8 +14,6 @@ from ...ir.types import DTYPES as TORCH_DTYPES
 from ...layouts.groups import bound
 from ..cxx import (
     Call,
-    Elements,
-    Epilogue,
     Expression,
     Index,
     ProductPlan,
@@ -29,12 +26,10 @@ from ..cxx import (
 )
 from . import added, readers
 from .columns import column_function, need_whole
-from .grouped_mm import PlannedSource, Product, need_groups
-from .heuristics import AUTO, Chosen
+from .grouped_mm import LARGE_M_COLUMNS, PlannedSource, need_groups
+from .heuristics import Chosen
 from .mma_tile import MMA_NEEDS, MMA_THREADS, mma_tile, warp_columns
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
-from .table import table_of
-from .variants import Variant
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
 NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in product_wgmma.cuh
@@ -58,8 +53,6 @@ _WARPGROUPS_N = 128  # columns that all threads dequantize at a time, without wg
 _FEW_ROWS = 64
 _RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
-LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh
-PARTIAL_SUMS = "partial_sums"
 _TILES_N = (256, 128)  # columns of the product
 _FEW_COLUMNS = 64  # of a wgrad's operand: as many as fit in a row of a piece of shared memory
 TILE_COUNTER = Array("tile_counter", "i32", 1)
@@ -67,7 +60,9 @@ _I, _J, _M = map(Variable, "ijm")
 
 
 class Gemm(PlannedSource):
-    """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
+    """A planned fprop or dgrad, both operands of which go through shared memory. A dgrad may have a
+    quantized weight.
+    """
 
     ELEMENTS = VectorElements
     needs = MMA_NEEDS
@@ -83,9 +78,7 @@ class Gemm(PlannedSource):
         if plan.sums:
             # large-M kernels and those without wgmma sum each 64 columns separately
             most_parts = self._tiles(self._tile_n) * self._tile_n // LARGE_M_COLUMNS
-            self.scratch.append(
-                Array(PARTIAL_SUMS, "float", elements((self.rows, most_parts * len(plan.sums))))
-            )
+            self.scratch.append(self.partial_sums(most_parts))
 
     def functions(self) -> list[str]:
         """The functions that all kernels of the segment use."""
@@ -134,20 +127,6 @@ class Gemm(PlannedSource):
             self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box
         )
 
-    def sums(self, parts: int) -> list[KernelSource]:
-        """The kernels that add, in order, the `parts` partial sums of each row."""
-        return [self._sums(i, v, parts) for i, v in enumerate(self.plan.summed)]
-
-    def _sums(self, i: int, v: Value, parts: int) -> KernelSource:
-        count = len(self.plan.sums)
-        body = [
-            "float total = 0;",
-            f"for (i64 n = 0; n < {parts}; ++n) total += partial_sums[(n * {count} + {i}) * "
-            "rows() + i];",
-            f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
-        ]
-        return self.for_all(f"row_sums_{i}", self.rows, body)
-
     def _tile_m(self, sizes: Sizes) -> int:
         """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if
         most rows of a high one are empty, and add up each row in two parts.
@@ -183,7 +162,7 @@ class Gemm(PlannedSource):
 
     def _make_functions(self) -> list[str]:
         """See kernels/product_wgmma.cuh."""
-        plan, columns = self.plan, self._make_stores()
+        plan, columns = self.plan, self.make_stores()
         self._columns_read = len(columns)
         self._check_columns(columns)
         self._box_rows = self._rows_of_boxes(columns)
@@ -205,25 +184,6 @@ class Gemm(PlannedSource):
             *self._weight(),
             *self.stores,
         ]
-
-    def _make_stores(self) -> Sequence[Index]:
-        """Makes the function that stores results; returns the columns of the product from which
-        column j of a result is made.
-        """
-        plan, store = self.plan, Store(self.plan.width)
-        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
-        result = epilogue.elements()
-        parts = {v: plan.parts(v) for v in plan.rows}
-        for v, places in parts.items():
-            for place in places or ():
-                self._add(store, epilogue, result, v, place)
-        for i, op in enumerate(plan.sums):
-            store.add_term(i, self._term(epilogue, result, op.values[0]))
-        for v in (v for v, places in parts.items() if places is None):
-            for place in epilogue.every_column():
-                self._add(store, epilogue, result, v, place)
-        self.stores = store.function(result.statements, len(plan.sums))
-        return epilogue.columns or [_J]
 
     def _check_columns(self, columns: Sequence[Index]) -> None:
         """UnsupportedError unless tiles contain the columns of the product from which a result is
@@ -274,75 +234,6 @@ class Gemm(PlannedSource):
             else [n for n in _BOX_ROWS if self._tile_n // self._columns_read % n == 0]
         )
         return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
-
-    def _add(
-        self, store: Store, epilogue: Epilogue, made: Elements, v: Value, place: Index
-    ) -> None:
-        store.add(
-            v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place
-        )
-
-    def _term(self, epilogue: Epilogue, made: Elements, v: Value) -> object:
-        if self.plan.width_of(v) != self.plan.width:
-            raise UnsupportedError(
-                f"a sum of {v.type} over its columns has no kernel here",
-                expected=f"{self.plan.width} columns",
-            )
-        return made.of(v, epilogue.at(v))
-
-
-class EitherProduct(Product):
-    """The source of a planned product by the kernels for products in any encoding, or by `Gemm`,
-    which has no variants.
-
-    `Gemm` has those of 16-bit weights if groups have many rows, or a row's bits may not depend on
-    their number, and a dgrad with a quantized weight if no variant fits, or not the requested one.
-    Rows of several lengths, and sums over them, are stored by the same function in both.
-    """
-
-    needs = MMA_NEEDS
-
-    def __init__(self, plan: ProductPlan):
-        self._gemm = Gemm(plan)
-        super().__init__(plan)
-        self._arrays_of_variants = tuple(self.scratch)
-        self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
-
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; no variants if by `Gemm`."""
-        if self.plan.kind == "dgrad":
-            with suppress(UnsupportedError):
-                return super().choose(sizes, arch, variant)
-            return Chosen()
-        rows = value(self.rows, sizes)
-        many = self.plan.row_order or table_of(arch).many("gemm", rows, self.matrices)
-        return Chosen() if many and variant == AUTO else super().choose(sizes, arch, variant)
-
-    def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels of one of the two, and those for sums."""
-        if not chosen.size_classes:
-            return self._gemm.kernels(chosen, sizes, arch)
-        sums = self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS))
-        return [*super().kernels(chosen, sizes, arch), *sums]
-
-    def uses(self, array: Array, chosen: Chosen) -> bool:
-        """Not the arrays of the other one, but parts of sums."""
-        by_variants = bool(chosen.size_classes) == (array in self._arrays_of_variants)
-        return array.name == PARTIAL_SUMS or (by_variants and super().uses(array, chosen))
-
-    def _make_results(self, epilogue: Epilogue) -> list[str]:
-        """The functions `result` and `array`, or `store`: see kernels/epilogue_transpose.cuh."""
-        if self.plan.one_width:
-            return super()._make_results(epilogue)
-        return [
-            f"static constexpr i32 RESULTS = 0, SUMS = {len(self.plan.sums)};",
-            f"using Element = {self.dtype};",
-        ]
-
-    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
-        """The functions that only products use."""
-        stores = [] if self.plan.one_width else ["", *self._gemm.stores]
-        return [*super()._row(variant, reads_fragment_order), *stores]
 
 
 class Wgrad(Source):

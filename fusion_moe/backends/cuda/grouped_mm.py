@@ -17,9 +17,12 @@ from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import Matrices, Variant
+from .vectors import Store, VectorElements
 
 ACTIVATIONS = "activations"  # the array that the prologue makes
 UNQUANTIZED = "unquantized"  # that of rows which a kernel after the product quantizes
+PARTIAL_SUMS = "partial_sums"
+LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh, which sums them separately
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _USUAL_ROWS = 40  # rows of a group for which kernels that can get any number are chosen
@@ -56,6 +59,60 @@ class PlannedSource(Source):
         """M."""
         return plain(self.plan.a.type.shape[0])
 
+    # Rows of several lengths, and sums over them --------------------------------------------------
+
+    def make_stores(self) -> Sequence[Index]:
+        """Makes the function that stores results; returns the columns of the product from which
+        column j of a result is made.
+        """
+        plan, store = self.plan, Store(self.plan.width)
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
+        result = epilogue.elements()
+        parts = {v: plan.parts(v) for v in plan.rows}
+        for v, places in parts.items():
+            for place in places or ():
+                self._add(store, epilogue, result, v, place)
+        for i, op in enumerate(plan.sums):
+            store.add_term(i, self._term(epilogue, result, op.values[0]))
+        for v in (v for v, places in parts.items() if places is None):
+            for place in epilogue.every_column():
+                self._add(store, epilogue, result, v, place)
+        self.stores = store.function(result.statements, len(plan.sums))
+        return epilogue.columns or [_J]
+
+    def sums(self, parts: int) -> list[KernelSource]:
+        """The kernels that add, in order, the `parts` partial sums of each row."""
+        return [self._sums(i, v, parts) for i, v in enumerate(self.plan.summed)]
+
+    def _sums(self, i: int, v: Value, parts: int) -> KernelSource:
+        count = len(self.plan.sums)
+        body = [
+            "float total = 0;",
+            f"for (i64 n = 0; n < {parts}; ++n) total += partial_sums[(n * {count} + {i}) * "
+            "rows() + i];",
+            f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
+        ]
+        return self.for_all(f"row_sums_{i}", self.rows, body)
+
+    def partial_sums(self, parts: int) -> Array:
+        """The memory of the sums of so many parts of each row."""
+        return Array(PARTIAL_SUMS, "float", elements((self.rows, parts * len(self.plan.sums))))
+
+    def _add(
+        self, store: Store, epilogue: Epilogue, made: Elements, v: Value, place: Index
+    ) -> None:
+        store.add(
+            v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place
+        )
+
+    def _term(self, epilogue: Epilogue, made: Elements, v: Value) -> object:
+        if self.plan.width_of(v) != self.plan.width:
+            raise UnsupportedError(
+                f"a sum of {v.type} over its columns has no kernel here",
+                expected=f"{self.plan.width} columns",
+            )
+        return made.of(v, epilogue.at(v))
+
     def sums_of_tokens(self) -> list[KernelSource]:
         """The kernel that sums the rows of each token, if the plan has a combine."""
         if self.plan.combine is None:
@@ -64,8 +121,8 @@ class PlannedSource(Source):
             return [self.sum_of_slots(self.plan.combine, self.plan.tokens, (), self.plan)]
 
 
-class Product(PlannedSource):
-    """The source of a planned product by kernels of variants."""
+class ByVariants(PlannedSource):
+    """A planned product by the kernels of variants.py, for weights in any encoding."""
 
     def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.activations)
@@ -87,7 +144,10 @@ class Product(PlannedSource):
             Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape))
         )
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
+        self.stores = list[str]()
         self._results = self._make_results(epilogue)
+        if plan.sums:
+            self.scratch.append(self.partial_sums(self._parts_of_sums))
         self.columns: Columns = columns(
             epilogue.columns or [_J], plan.width, aligned=self.reader.tiled
         )
@@ -126,16 +186,12 @@ class Product(PlannedSource):
         """See kernels/small_m.cuh."""
         return self._functions
 
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels of the product, for rows and a result that are row-major in memory."""
-        return Chosen(choose_kernels(value(self.rows, sizes), self.matrices, arch, variant))
-
-    def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """Kernels that suit sizes between few rows and many."""
-        return Chosen(
-            choose_kernels(_USUAL_ROWS * self.plan.groups, self.matrices, arch, variant),
-            any_size=True,
-        )
+    def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels of the product, for rows and a result that are row-major in memory; for any
+        sizes those between few rows and many.
+        """
+        rows = _USUAL_ROWS * self.plan.groups if sizes is None else value(self.rows, sizes)
+        return Chosen(choose_kernels(rows, self.matrices, arch, variant))
 
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
@@ -157,7 +213,12 @@ class Product(PlannedSource):
         products = self.products(
             chosen, sizes, arch, reads_before_wait=self._is_ready or bool(prologue)
         )
-        return [*first, *prologue, *products, *self.once(self.sums_of_tokens)]
+        sums = self.sums(self._parts_of_sums)
+        return [*first, *prologue, *products, *sums, *self.once(self.sums_of_tokens)]
+
+    @property
+    def _parts_of_sums(self) -> int:
+        return -(-self.plan.width // LARGE_M_COLUMNS)
 
     def products(
         self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False
@@ -309,7 +370,8 @@ class Product(PlannedSource):
             f"using Weights = {self.reader.of(self.dtype)};",
         ]
         body = inner([*self._row_lines, f"return {name} + {self._matrix_row} * K;"])
-        return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
+        row = [f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
+        return ["", *types, *row, *(["", *self.stores] if self.stores else [])]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
         """Whether the product reads the matrix in memory directly, not the prologue's result."""
@@ -427,8 +489,17 @@ class Product(PlannedSource):
     # Results for rows of groups -------------------------------------------------------------------
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
-        """The functions `result` and `array`."""
+        """The functions `result` and `array`; for rows of several lengths, and sums over them,
+        `store` is instead: see kernels/epilogue_transpose.cuh.
+        """
         plan = self.plan
+        if not plan.one_width:
+            self.ELEMENTS = VectorElements
+            self.make_stores()
+            return [
+                f"static constexpr i32 RESULTS = 0, SUMS = {len(plan.sums)};",
+                f"using Element = {self.dtype};",
+            ]
         bodies, arrays = list[str](), list[str]()
         for i, v in enumerate(plan.rows):
             made = epilogue.elements()

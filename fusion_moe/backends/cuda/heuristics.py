@@ -49,10 +49,8 @@ class Chosen:
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous segment wrote them, and whether the result is in fragment order.
-    without_rest: whether rows of no group are left unwritten, since nothing reads them.
-    quantizes_after: whether a kernel after a product without variants quantizes its result. sorts:
-    whether one before it copies the rows that it gathers. reorders: whether one before it makes
-    tiles of the weights.
+    without_rest: whether rows of no group are left unwritten, since nothing reads them. by_wgmma:
+    whether a product of codes is. way: which of a product's ways computes it (product.py).
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -60,9 +58,8 @@ class Chosen:
     writes_fragment_order: bool = False
     any_size: bool = False
     without_rest: bool = False
-    quantizes_after: bool = False
-    sorts: bool = False
-    reorders: bool = False
+    by_wgmma: bool = False
+    way: int = 0
 
     @property
     def may_chain(self) -> bool:

@@ -214,7 +214,7 @@ class Call:
         steps = (
             _Loaded(
                 tuple(sizes[s] for s in part.source.fusion.symbols),
-                places[: part.source.arrays_of(step.chosen)],
+                tuple(places[i] for i in part.source.arrays_of(step.chosen)),
                 _loaded(step, cubins, device.index),
             )
             for part, places, step in of_parts

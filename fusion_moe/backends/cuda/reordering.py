@@ -4,7 +4,6 @@ of the call, if that takes less than kernels of few rows would lose.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -13,14 +12,12 @@ from ... import options
 from ...arch import Arch
 from ...encodings import Encoding, Scale, real_tensors
 from ...errors import UnsupportedError
-from ...ir import value
 from ...layouts import LAYOUTS, W16X64, Tiled
 from ..cxx import ProductPlan, inner
-from .grouped_mm import Product
+from .grouped_mm import ByVariants
 from .heuristics import AUTO, Chosen
 from .readers import TILED, order_lines
 from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Sizes
-from .table import table_of
 
 _ROWS, _COLUMNS = W16X64.tile
 _LANE_COLUMNS = 16  # of a row, that a lane reads
@@ -28,19 +25,12 @@ _BANDS, _RUN = 8, 4  # tiles that the warps of a block have below each other, an
 _BITS = 4  # of a code
 
 
-def product(plan: ProductPlan) -> Product:
-    """The source of a planned fprop by kernels of variants."""
-    may = options.current().order_weights and _may_be_reordered(plan)
-    return Reordered(plan) if may else Product(plan)
-
-
-class Reordered(Product):
-    """A product by kernels that read weights as they lie, or, of many rows, by those that read
-    tiles. The option order="row" keeps to the former, as order_weights=False does.
+class Reordered(ByVariants):
+    """A planned fprop by kernels that read tiles of weights, which one before them makes. The
+    option order="row" keeps to weights as they lie, as order_weights=False does.
     """
 
     def __init__(self, plan: ProductPlan):
-        self._as_stored = Product(plan)
         super().__init__(replace(plan, layout=TILED))
         self.stored_layout, self.stored_parts = plan.layout, self._part_names(plan)
         names, weights = self.reader.names(plan.encoding), plan.groups * plan.n * plan.k
@@ -50,37 +40,16 @@ class Reordered(Product):
         ]
         self.scratch += self.tile_arrays
 
-    def arrays_of(self, chosen: Chosen) -> int:
-        """As in `Source`: kernels that read weights as they lie do not have those in tiles."""
-        return super().arrays_of(chosen) - (0 if chosen.reorders else len(self.tile_arrays))
-
-    def uses(self, array: Array, chosen: Chosen) -> bool:
-        """As in `Product`; weights in tiles if they are made."""
-        if array in self.tile_arrays:
-            return chosen.reorders
-        return super().uses(array, chosen)
-
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; those that read tiles for many rows, and if one is asked for that reads
-        nothing else.
-        """
-        many = table_of(arch).many("reordered", value(self.rows, sizes), self.matrices)
-        if variant != AUTO or self.plan.row_order or not many:
-            with suppress(UnsupportedError):
-                return self._as_stored.choose(sizes, arch, variant)
-        tiled = super().choose(sizes, arch, variant)
-        if variant == AUTO and not any(of.variant.persistent for of in tiled.size_classes):
-            return self._as_stored.choose(sizes, arch)
-        return replace(tiled, reorders=True)
-
-    def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """As in `Product`."""
-        return self._as_stored.choose_any(arch, variant)
+    def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
+        """UnsupportedError if those for few rows are the fastest, which do not need tiles."""
+        chosen = super().choose(sizes, arch, variant)
+        persistent = any(of.variant.persistent for of in chosen.size_classes)
+        if variant == AUTO and (self.plan.row_order or not persistent):
+            raise UnsupportedError("kernels that read weights as they lie are faster")
+        return chosen
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Those of either; the one that reorders comes first."""
-        if not chosen.reorders:
-            return self._as_stored.kernels(chosen, sizes, arch)
+        """The one that reorders comes first."""
         return [self.once(self._reorder), *super().kernels(chosen, sizes, arch)]
 
     def _part_names(self, plan: ProductPlan) -> list[str]:
@@ -158,11 +127,12 @@ def reordering(product: Reordered) -> list[str]:
     ]
 
 
-def _may_be_reordered(plan: ProductPlan) -> bool:
+def takes(plan: ProductPlan) -> bool:
     """Whether a weight has four bits and scales of a byte that tiles take."""
     encoding, scales = plan.encoding, plan.encoding.block_scales
     return (
-        plan.layout != TILED
+        options.current().order_weights
+        and plan.layout != TILED
         and plan.kind == "fprop"
         and encoding.element.bits == _BITS
         and len(scales) == 1

@@ -197,17 +197,11 @@ class Source(Writer):
         self.scratch: list[Array] = []
         self._once: dict[Hashable, Any] = {}
 
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the
-        variant does not fit.
+    def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The choice for these sizes on a GPU, for a segment by itself; None: one that computes
+        calls of any sizes, if not as fast. UnsupportedError if the variant does not fit.
         """
         return Chosen()
-
-    def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """A choice that computes calls of any sizes, if not as fast. UnsupportedError if there is
-        none.
-        """
-        return Chosen(any_size=True)
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels, in order, for the choice for these sizes on a GPU."""
@@ -231,9 +225,9 @@ class Source(Writer):
             self._once[make, of] = make(*of)
         return self._once[make, of]
 
-    def arrays_of(self, chosen: Chosen) -> int:
-        """How many of the arrays (inputs, memory, scratch) the struct of a choice has."""
-        return len(self.fusion.inputs) + len(self.memory) + len(self.scratch)
+    def arrays_of(self, chosen: Chosen) -> Sequence[int]:
+        """Which of the arrays (inputs, memory, scratch) the struct of a choice has, in order."""
+        return range(len(self.fusion.inputs) + len(self.memory) + len(self.scratch))
 
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
