@@ -165,14 +165,11 @@ def compiler(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("target", ["wheel", "wheel:editable"])
 def test_an_install_brings_the_kernels_of_its_own_cpu(target, source, compiler, tmp_path):
-    """Of its best tier, of which there is one for each encoding; others are compiled on demand."""
+    """Of its best ISA level; others are compiled on demand."""
     shutil.copytree(source, copied := tmp_path / "copy")
     build(target, tmp_path / "wheel", copied, compiler)
     shipped = {path.name for path in (copied / "fusion_moe/backends/cpu/shipped").iterdir()}
-    assert shipped == {
-        readers.library_source(isa.available()[0], encoding).came_with().name
-        for encoding in readers.BUILT_IN
-    }
+    assert shipped == {source.came_with().name for source in readers.packaged(isa.available()[0])}
 
 
 def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path):
@@ -180,7 +177,7 @@ def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path)
     shutil.copytree(source, copied := tmp_path / "copy")
     program = [sys.executable, "-S", "tools/build_kernels.py"]
     for cxx, said in (
-        (compiler, f"compiling the CPU's kernels: {len(readers.BUILT_IN)} files for "),
+        (compiler, f"compiling the CPU's kernels: {len(readers.packaged('generic'))} files for "),
         ("/nothing/compiles", "no kernels for the CPU: no C++ compiler"),
     ):
         environment = {**os.environ, "CXX": cxx}
@@ -195,9 +192,9 @@ def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(source, compiler, t
     wheel = build("wheel", tmp_path / "wheel", source, compiler, "all")
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
     assert shipped >= {
-        readers.library_source(tier, encoding).came_with().name
-        for tier in isa.available()
-        for encoding in readers.BUILT_IN
+        source.came_with().name
+        for isa_level in isa.available()
+        for source in readers.packaged(isa_level)
     }
     assert {name.split("-")[1] for name in shipped} == set(isa.LEVELS)
     assert wheel.name.endswith(

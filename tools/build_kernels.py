@@ -3,10 +3,10 @@ and editable installs, and a program that says what it does, which pip would hid
 
     python tools/build_kernels.py     # needs no package; the hook then finds them there
 
-An install gets them for each built-in encoding of weights and the best kind of this CPU; others are
-compiled when they are first used. What is distributed has every kind of CPU of the architecture:
-where cibuildwheel runs, or with KERNELS_FOR=all. Without a C++ compiler there are none, and the
-wheel is pure Python: a compiler at the user's then builds them at first use.
+An install gets them for each built-in encoding of weights, and for quantizing, for the best kind of
+this CPU; others are compiled when they are first used. What is distributed has every kind of CPU of
+the architecture: where cibuildwheel runs, or with KERNELS_FOR=all. Without a C++ compiler there are
+none, and the wheel is pure Python: a compiler at the user's then builds them at first use.
 HATCH_BUILD_NO_HOOKS=true leaves them out too.
 """
 
@@ -70,9 +70,7 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     else:
         wanted = [(isa.available()[0], isa.features())]
     libraries = [
-        (readers.library_source(isa_level, encoding), having)
-        for isa_level, having in wanted
-        for encoding in readers.BUILT_IN
+        (source, having) for isa_level, having in wanted for source in readers.packaged(isa_level)
     ]
     missing = sum(not source.came_with(having).is_file() for source, having in libraries)
     what = "compiling the CPU's kernels"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from .. import options, plugins, schedule
+from ..encodings.encoding import Element
+from ..encodings.search import BLOCK_KERNELS, BlockKernels
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
 from ..ir import Fusion
 from ..messages import log
@@ -117,6 +119,14 @@ class _Targets(Mapping[str, Target]):
 
 
 TARGETS: Mapping[str, Target] = _Targets()
+
+
+def _block_kernels(x: torch.Tensor, element: Element) -> BlockKernels | None:
+    """The CPU's for x float [n, block], imported when scales are first searched."""
+    return importlib.import_module(f"{__name__}.cpu.blocks").CPUBlockKernels.find(x, element)
+
+
+BLOCK_KERNELS["cpu"] = _block_kernels
 
 
 def find(name: str, device: torch.device) -> Target:

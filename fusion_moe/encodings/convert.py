@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..ops import nvfp4_quantize
 from .checks import check_finite, check_floats, check_matrix_scale, check_parts, check_same_device
 from .encoding import ENCODINGS, ROW, Element, Encoding, Quantized, Scale
-from .search import check_rule, has_values, least_error
+from .search import block_kernels, check_rule, has_values, least_error
 
 
 def quantize(
@@ -40,18 +40,21 @@ def quantize(
     for scale in reversed(encoding.factors):
         parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding, scales)
         step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
-    blocks = x.reshape(*lead, n, *_blocks(encoding, k))
+    blocks, elements = x.reshape(*lead, n, *_blocks(encoding, k)), None
     if over := encoding.scales[0].over:
         codes = blocks * over(_largest(x, encoding.scales[0], encoding)).unsqueeze(-1)
     else:
         # the value of a code of 1; avoids 0 / 0
-        unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)
-        codes = blocks / unit.unsqueeze(-1)
+        unit = torch.where(_amax(blocks, encoding.element) == 0, 1.0, step)
+        elements = _by_kernels(blocks, unit, encoding)
+        codes = blocks / unit.unsqueeze(-1) if elements is None else elements
     for zero in encoding.zero_points:
         parts[zero.part] = _zero_points(codes, zero, encoding.element)
         codes = codes + parts[zero.part].float().unsqueeze(-1)
     ordered = (parts[s.part] for s in encoding.scales)
-    elements = _coded(codes.reshape(*lead, n, k), encoding.element)[..., :packed].contiguous()
+    if elements is None:
+        elements = _coded(codes.reshape(*lead, n, k), encoding.element)
+    elements = elements.reshape(*lead, n, -1)[..., :packed].contiguous()
     return Quantized(elements, *ordered, encoding=encoding)
 
 
@@ -155,7 +158,17 @@ def _scale(
 def _largest(x: Tensor, scale: Scale, encoding: Encoding) -> Tensor:
     """The sizes of a scale's blocks of x [..., N, K] -> f32 [..., N, blocks]."""
     blocks = x.unflatten(-1, _of_size(scale.block, x.shape[-1]))
-    return _of_rows(_size(blocks, (-1,), encoding), scale.rows)
+    if encoding.zero_points:
+        return _of_rows(_size(blocks, (-1,), encoding), scale.rows)
+    return _of_rows(_amax(blocks, encoding.element), scale.rows)
+
+
+def _amax(blocks: Tensor, element: Element) -> Tensor:
+    """The largest magnitudes of blocks float [..., block] -> f32 [...]."""
+    flat = blocks.reshape(-1, blocks.shape[-1])
+    if kernels := block_kernels(flat, element):
+        return kernels.largest(flat).view(blocks.shape[:-1])
+    return blocks.abs().amax(-1).float()
 
 
 def _of_rows(size: Tensor, rows: int) -> Tensor:
@@ -241,6 +254,16 @@ def _coded(x: Tensor, element: Element) -> Tensor:
     for i in range(1, element.per_item):
         packed = packed | codes[..., i :: element.per_item] << i * element.bits
     return packed
+
+
+def _by_kernels(blocks: Tensor, unit: Tensor, encoding: Encoding) -> Tensor | None:
+    """The packed codes of blocks [..., block] / unit f32 [...] by kernels of the device; None if
+    it has none for them.
+    """
+    flat, units = blocks.reshape(-1, blocks.shape[-1]), unit.expand(blocks.shape[:-1]).flatten()
+    kernels = None if encoding.zero_points else block_kernels(flat, encoding.element)
+    fits = kernels and bool((units.isfinite() & (units > 0)).all())
+    return kernels.encode(flat, units) if kernels and fits else None
 
 
 def _values(codes: Tensor, element: Element) -> Tensor:

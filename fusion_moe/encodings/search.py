@@ -12,8 +12,10 @@ scale of a matrix is amax / 1536.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +28,29 @@ from .real import real_tensors
 RULES = ("max", "four_over_six", "mse")
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _PANEL = 2**25  # elements that are searched at once
+_KERNEL_PANEL = 2**19  # by a kernel of the CPU: what caches hold
 _CPU_PANEL = 2**15  # by each thread: what torch does not divide between its own, and caches hold
+
+
+class BlockKernels(Protocol):
+    """A device's kernels over blocks of an element type, with the bits of plain torch. Steps and
+    units are finite.
+    """
+
+    def largest(self, x: Tensor) -> Tensor:
+        """x float [n, block] -> f32 [n]: the largest magnitudes, or NaN."""
+
+    def least_errors(self, x: Tensor, steps: Tensor) -> Tensor:
+        """x float [n, block], steps f32 [tried, n] -> u8 [n]: which step rounds a block with the
+        least squared error, the first of equal ones.
+        """
+
+    def encode(self, x: Tensor, units: Tensor) -> Tensor:
+        """x float [n, block], units f32 [n] -> u8 [n, block / 2]: the codes of x / units."""
+
+
+# by the type of a device: what a backend registers, which gives None where it has no kernels
+BLOCK_KERNELS: dict[str, Callable[[Tensor, Element], BlockKernels | None]] = {}
 
 
 def usual_rule(encoding: Encoding) -> str:
@@ -57,16 +81,21 @@ def least_error(
         return rounded
     blocks, sizes = x.reshape(-1, scale.block), amax.flatten()
     outers = torch.as_tensor(outer, device=x.device).expand_as(amax).flatten()
-    cpu = x.device.type == "cpu"
-    step = (_CPU_PANEL if cpu else _PANEL) // scale.block
+    kernels = block_kernels(blocks, element)
+    if kernels and not sizes.isfinite().all():
+        kernels = None
+    least = kernels.least_errors if kernels else partial(_least_errors, element)
+    apart = x.device.type == "cpu" and not kernels  # panels are divided between threads
+    step = (_CPU_PANEL if apart else _KERNEL_PANEL if kernels else _PANEL) // scale.block
 
     def best(start: int) -> Tensor:
         some = slice(start, start + step)
-        columns = blocks[some].float().T.contiguous()
-        return _best(columns, sizes[some], outers[some], scale, element, rule)
+        tried = _tried(sizes[some], outers[some], scale, rule)
+        which = least(blocks[some], outers[some] * tried.view(scale.dtype).float())
+        return tried.gather(0, which.long()[None])[0]
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        each = pool.map if cpu else map  # another thread has another stream
+        each = pool.map if apart else map  # another thread has another stream
         result = torch.cat([*each(best, range(0, len(blocks), step))])
     return result.view(scale.dtype).view_as(rounded)
 
@@ -76,27 +105,41 @@ def has_values(x: Tensor) -> bool:
     return not x.is_meta and not isinstance(x, FakeTensor)
 
 
-def _best(
-    x: Tensor, amax: Tensor, outer: Tensor, scale: Scale, element: Element, rule: str
-) -> Tensor:
-    """x f32 [block, n], amax and outer f32 [n] -> the scales as integers [n] of the same bits."""
+def block_kernels(x: Tensor, element: Element) -> BlockKernels | None:
+    """The device's kernels for blocks x [n, block]; None if it has none."""
+    find = BLOCK_KERNELS.get(x.device.type)
+    if find is None or type(x) is not Tensor or not has_values(x) or not x.numel():
+        return None
+    return None if torch._C._are_functorch_transforms_active() else find(x, element)
+
+
+def _tried(amax: Tensor, outer: Tensor, scale: Scale, rule: str) -> Tensor:
+    """amax and outer f32 [n] -> the candidates [1 + others, n], as integers of the same bits; that
+    of "max" is the first.
+    """
     kind = _INTEGERS[scale.dtype.itemsize]
-    best = usual = scale.rounded(amax, outer).view(kind)
-    least = _squared_error(x, best, outer, scale, element)
-    for factor, offset in scale.others[rule]:
-        at = usual if factor == 1 else scale.rounded(amax * factor, outer).view(kind)
-        tried = (at.short() + offset).clamp_(*_limits(scale)).to(kind)
-        error = _squared_error(x, tried, outer, scale, element)
-        best = torch.where(error < least, tried, best)
+    usual = scale.rounded(amax, outer).view(kind)
+    others = [
+        (usual if factor == 1 else scale.rounded(amax * factor, outer).view(kind)).short() + offset
+        for factor, offset in scale.others[rule]
+    ]
+    return torch.cat([usual[None], torch.stack(others).clamp_(*_limits(scale)).to(kind)])
+
+
+def _least_errors(element: Element, x: Tensor, steps: Tensor) -> Tensor:
+    """`BlockKernels.least_errors`, in plain torch."""
+    columns = x.float().T.contiguous()
+    which = torch.zeros(len(x), dtype=torch.uint8, device=x.device)
+    least = _squared_error(columns, steps[0], element)
+    for i, step in enumerate(steps[1:], 1):
+        error = _squared_error(columns, step, element)
+        which.masked_fill_(error < least, i)
         least = torch.minimum(error, least)
-    return best
+    return which
 
 
-def _squared_error(
-    x: Tensor, tensor: Tensor, outer: Tensor, scale: Scale, element: Element
-) -> Tensor:
+def _squared_error(x: Tensor, step: Tensor, element: Element) -> Tensor:
     assert element.nearest, "of encodings that say other scales"
-    step = outer * tensor.view(scale.dtype).float()
     squares = element.nearest(x / step).mul_(step).sub_(x).square_()
     while len(squares) > 1:  # in an order that does not depend on the device
         squares = squares[0::2] + squares[1::2]

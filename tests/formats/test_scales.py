@@ -14,6 +14,7 @@ from fusion_moe.encodings import (
     MXFP4,
     NVFP4,
     dequantize,
+    find,
     matrix_scale_of,
     quantize,
     search,
@@ -34,6 +35,10 @@ def weight(rows=24, k=256, dtype=torch.bfloat16):
     x[:, 2] *= 4 / x[:, 2].abs().max()
     x[1, 3] *= 2**-20
     return x.to(dtype)
+
+
+def same_bits(a, b):
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def candidates(x, encoding, rule):
@@ -60,7 +65,10 @@ def errors(x, scales, matrix, block):
 
 @pytest.mark.parametrize(("encoding", "rule"), RULES, ids=lambda v: getattr(v, "name", v))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_best_of_the_candidates(encoding, rule, dtype, monkeypatch):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_best_of_the_candidates(encoding, rule, dtype, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.delitem(search.BLOCK_KERNELS, "cpu")
     monkeypatch.setattr(search, "_CPU_PANEL", 1000)  # several panels, the last one short
     x, nv = weight(dtype=dtype), encoding == NVFP4
     q, block = quantize(x, encoding, scales=rule), 16 if nv else 32
@@ -79,6 +87,35 @@ def test_the_best_of_the_candidates(encoding, rule, dtype, monkeypatch):
     assert torch.equal(chosen[clear], tried[0][clear])
     want = (codes * (chosen.float() * matrix)[..., None]).flatten(-2)
     torch.testing.assert_close(dequantize(q).double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["max", "four_over_six", "mse"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_64", "int4_128_f16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_have_the_bits_of_plain_torch(name, rule, dtype, monkeypatch):
+    """A last group of blocks that is short, ties, signed zeros, subnormals, and numbers that
+    saturate.
+    """
+    encoding = find(name)
+    if rule not in ("max", *encoding.scales[0].others):
+        return
+    x = torch.cat([weight(23, 384).flatten(0, 1), (weight(17, 384).flatten(0, 1) * 8).round() / 8])
+    x[0], x[1], x[2, ::3] = -0.0, x[1] * 2.0**-14, -0.0
+    x = x.to(dtype)
+    scale = None if name != "nvfp4" else matrix_scale_of(x, encoding) / 4
+    found = quantize(x, encoding, scale, rule)
+    monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda x, element: None)
+    want = quantize(x, encoding, scale, rule)
+    assert all(map(same_bits, found, want))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_without_codes_are_those_of_plain_torch(value, monkeypatch):
+    x = weight()
+    x[1, 2, 3] = value
+    found = quantize(x, MXFP4, scales="mse")
+    monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda x, element: None)
+    assert all(map(same_bits, found, quantize(x, MXFP4, scales="mse")))
 
 
 def test_limits_of_block_scales():

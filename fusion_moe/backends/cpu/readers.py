@@ -207,3 +207,15 @@ def library_source(
     name = "_".join(x for x in (kind, encoding, layout.replace("linear", "")) if x)
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
     return build.LibrarySource(text, name, isa_level, (KERNELS,), shipped=SHIPPED)
+
+
+def blocks_source(isa_level: str) -> build.LibrarySource:
+    """The same for the library of kernels/blocks.cpp, which quantizes weights."""
+    text = (KERNELS / "blocks.cpp").read_text(encoding="utf-8")
+    return build.LibrarySource(text, "blocks", isa_level, (KERNELS,), shipped=SHIPPED)
+
+
+def packaged(isa_level: str) -> list[build.LibrarySource]:
+    """The libraries of an ISA level that come with the package."""
+    products = [library_source(isa_level, encoding) for encoding in BUILT_IN]
+    return [*products, blocks_source(isa_level)]

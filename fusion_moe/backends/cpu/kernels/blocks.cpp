@@ -1,0 +1,170 @@
+// Blocks of numbers and their scales: which of several scales rounds a block with the least squared
+// error, and the codes of blocks. encodings/search.py says what is computed, in plain torch; this
+// has the same bits: every operation is one of float32, LANES blocks lie side by side, and squares
+// are summed in pairs.
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+typedef long long i64;
+constexpr int LANES = 16, MOST = 128;  // blocks side by side, elements of a block
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+// The numbers of an element type that rise: x stands for the last one whose bound is below it.
+struct Numbers {
+    int count;  // 8: magnitudes, of numbers that have signs; 16: all
+    float bounds[16], numbers[16];
+    int32_t codes[16];
+};
+
+struct Blocks {
+    const void* x;  // [n, block]
+    int dtype;      // 0: float32, 1: bfloat16, 2: float16
+    int block;
+    i64 n;
+
+    float at(i64 i) const {
+        if (dtype == 0) return static_cast<const float*>(x)[i];
+        const uint16_t bits = static_cast<const uint16_t*>(x)[i];
+        return dtype == 1 ? of_bf16(bits) : of_f16(bits);
+    }
+
+    // LANES blocks from `first` on, side by side; those past the end are the last one.
+    void load(i64 first, Lanes* lanes) const {
+        for (int l = 0; l < LANES; l++) {
+            const i64 from = (first + l < n ? first + l : n - 1) * block;
+            for (int k = 0; k < block; k++) lanes[k][l] = at(from + k);
+        }
+    }
+
+    static float of_bf16(uint16_t bits) {
+        const uint32_t word = uint32_t(bits) << 16;
+        float x;
+        memcpy(&x, &word, 4);
+        return x;
+    }
+
+    static float of_f16(uint16_t bits) {
+        const uint32_t sign = uint32_t(bits & 0x8000) << 16, size = uint32_t(bits & 0x7fff) << 13;
+        const uint32_t factor = 0x77800000;  // 2^112
+        float x, scale;
+        memcpy(&x, &size, 4), memcpy(&scale, &factor, 4);
+        x *= scale;
+        return sign ? -x : x;
+    }
+};
+
+// Of [n] floats those of LANES blocks; the last one again past the end.
+Lanes some(const float* of_blocks, i64 first, i64 n) {
+    Lanes y;
+    for (int l = 0; l < LANES; l++) y[l] = of_blocks[first + l < n ? first + l : n - 1];
+    return y;
+}
+
+template <int COUNT>
+[[gnu::always_inline]] inline Lanes nearest(const Numbers& of, Lanes x) {
+    const Lanes size = COUNT == 8 ? Lanes(Ints(x) & 0x7fffffff) : x;
+    Lanes y = Lanes{} + of.numbers[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Lanes{} + of.numbers[i] : y;
+    return COUNT == 8 ? Lanes(Ints(y) | (Ints(x) & int32_t(0x80000000))) : y;
+}
+
+template <int COUNT>
+[[gnu::always_inline]] inline Ints code(const Numbers& of, Lanes x) {
+    const Lanes size = COUNT == 8 ? Lanes(Ints(x) & 0x7fffffff) : x;
+    Ints y = Ints{} + of.codes[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Ints{} + of.codes[i] : y;
+    return COUNT == 8 ? y + (x < 0.0f ? Ints{} + 8 : Ints{}) : y;
+}
+
+// The squared error of `count` elements, a power of two.
+template <int COUNT, int BLOCK>
+[[gnu::always_inline]] inline Lanes error(const Numbers& of, const Lanes* x, Lanes step) {
+    if constexpr (BLOCK == 1) {
+        const Lanes difference = nearest<COUNT>(of, *x / step) * step - *x;
+        return difference * difference;
+    } else {
+        return error<COUNT, BLOCK / 2>(of, x, step) +
+               error<COUNT, BLOCK / 2>(of, x + BLOCK / 2, step);
+    }
+}
+
+template <int COUNT>
+Lanes error_of(const Numbers& of, const Lanes* x, int block, Lanes step) {
+    if (block == 16) return error<COUNT, 16>(of, x, step);
+    return error_of<COUNT>(of, x, block / 2, step) +
+           error_of<COUNT>(of, x + block / 2, block / 2, step);
+}
+
+template <int COUNT>
+void search(const Numbers& of, const Blocks& blocks, const float* steps, int tried, uint8_t* best,
+            i64 first) {
+    Lanes x[MOST];
+    blocks.load(first, x);
+    Ints winner{};
+    Lanes least{};
+    for (int i = 0; i < tried; i++) {
+        const Lanes made =
+            error_of<COUNT>(of, x, blocks.block, some(steps + i * blocks.n, first, blocks.n));
+        const Ints better = i ? made < least : Ints{} - 1;
+        winner = better ? Ints{} + i : winner;
+        least = better ? made : least;
+    }
+    for (int l = 0; l < LANES && first + l < blocks.n; l++) best[first + l] = uint8_t(winner[l]);
+}
+
+template <int COUNT>
+void encode(const Numbers& of, const Blocks& blocks, const float* units, uint8_t* codes,
+            i64 first) {
+    Lanes x[MOST];
+    blocks.load(first, x);
+    const Lanes unit = some(units, first, blocks.n);
+    for (int k = 0; k < blocks.block; k += 2) {
+        const Ints pair = code<COUNT>(of, x[k] / unit) | code<COUNT>(of, x[k + 1] / unit) << 4;
+        for (int l = 0; l < LANES && first + l < blocks.n; l++)
+            codes[((first + l) * blocks.block + k) / 2] = uint8_t(pair[l]);
+    }
+}
+
+void amax(const Blocks& blocks, float* largest, i64 first) {
+    Lanes x[MOST];
+    blocks.load(first, x);
+    Lanes y{};
+    for (int k = 0; k < blocks.block; k++) {
+        const Lanes size = Lanes(Ints(x[k]) & 0x7fffffff);
+        y = (size > y) | (size != size) ? size : y;  // NaN stays
+    }
+    for (int l = 0; l < LANES && first + l < blocks.n; l++) largest[first + l] = y[l];
+}
+
+}  // namespace
+
+// x [n, block] -> f32 [n]: the largest magnitudes, or NaN.
+extern "C" void largest(const void* x, int dtype, i64 n, int block, float* of_blocks, int threads) {
+    const Blocks blocks{x, dtype, block, n};
+#pragma omp parallel for num_threads(threads)
+    for (i64 i = 0; i < n; i += LANES) amax(blocks, of_blocks, i);
+}
+
+// x [n, block], steps f32 [tried, n] -> best u8 [n]: the first of the steps with the least error.
+extern "C" void least_errors(const void* x, int dtype, i64 n, int block, const Numbers* of,
+                             const float* steps, int tried, uint8_t* best, int threads) {
+    const Blocks blocks{x, dtype, block, n};
+#pragma omp parallel for num_threads(threads)
+    for (i64 i = 0; i < n; i += LANES)
+        (of->count == 8 ? search<8> : search<16>)(*of, blocks, steps, tried, best, i);
+}
+
+// x [n, block], units f32 [n] -> codes u8 [n, block / 2] of x / unit, the first in the low bits.
+extern "C" void encode_blocks(const void* x, int dtype, i64 n, int block, const Numbers* of,
+                              const float* units, uint8_t* codes, int threads) {
+    const Blocks blocks{x, dtype, block, n};
+#pragma omp parallel for num_threads(threads)
+    for (i64 i = 0; i < n; i += LANES)
+        (of->count == 8 ? encode<8> : encode<16>)(*of, blocks, units, codes, i);
+}
