@@ -47,7 +47,9 @@ __all__ = [
     "quantize_",
     "recipe",
     "record",
+    "record_routing",
     "register_converter",
+    "replay_routing",
     "run",
     "synchronize",
     "testing",
@@ -63,6 +65,8 @@ _LAZY = {
     "diff": "report",
     "last_compiled": "report",
     "record": "recorder",
+    "record_routing": "routing",
+    "replay_routing": "routing",
     "offload_": "offload",
 }
 
@@ -76,6 +80,7 @@ if TYPE_CHECKING:
     from .offload import offload_
     from .recorder import record
     from .report import diff, explain, last_compiled
+    from .routing import record_routing, replay_routing
 else:
 
     def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ vllm/, sglang/, serving.py
 thunder/      an executor for thunder.jit, and our operations in its nvFuser executor
 nvfuser/      a backend for the targets sm_90 and sm_100
 distributed/  torch.distributed: experts divided between ranks
+routing/      record_routing, replay_routing: between what serves a model and what trains it
 
 `fusion_moe.NAME` is short for `fusion_moe.integrations.NAME`, and the same module: documentation
 writes the short name.

@@ -1,0 +1,1 @@
+from .integrations.routing import *  # noqa: F403
