@@ -159,7 +159,7 @@ def derivative_of(backward: str) -> Derivative | None:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One call with gradients, without its tensors. parts: how many tensors make up each input;
     wanted: the inputs that get a gradient.
 
@@ -176,7 +176,7 @@ class _Step:
     given: str | None = None
 
     @classmethod
-    def of_call(cls, call: Call) -> _Step:
+    def of_call(cls, call: Call) -> Step:
         """The step of a call of an operation. While tracing, its sizes are the tracer's."""
         tensors = list(call.tensors.values())
         wants = wanted(tensors)
@@ -196,7 +196,7 @@ class _Step:
     @classmethod
     def _of_types(
         cls, call: Call, wants: tuple[int, ...], types: Types, sizes: Sizes | None = None
-    ) -> _Step:
+    ) -> Step:
         try:
             with_, device = options.current(), next(iter(call.tensors.values())).device
             programs = _of_call(
@@ -225,7 +225,7 @@ class _Step:
         sizes: Sequence[Any],
         with_: str | None = None,
         parts: PartCounts | None = None,
-    ) -> _Step:
+    ) -> Step:
         """The step of a call of `run`."""
         wants = wanted(grouped(inputs, parts))
         try:
@@ -289,7 +289,7 @@ class _Step:
         return dict(zip(self.wanted, outputs, strict=True))
 
 
-_steps = Remembered[Hashable, _Step](1024)  # of calls of operations, by their keys
+_steps = Remembered[Hashable, Step](1024)  # of calls of operations, by their keys
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
@@ -314,13 +314,14 @@ def split(gradients: Mapping[int, Any], parts: PartCounts | None, count: int) ->
     return list(chain.from_iterable(each))
 
 
-class _Differentiated(torch.autograd.Function):
-    """(step, operation, the call's tensors...) -> the results. Only the step and the saved tensors
-    live until the backward.
+class Differentiated(torch.autograd.Function):
+    """(step, operation, the call's tensors...) -> the results. Only the step, a `Step` or what has
+    its methods, and the saved tensors live until the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, step: Any, operation: Callable[[], Any], *tensors: Tensor) -> Any:
+        """The call."""
         with _AutoDispatchBelowAutograd():
             result, saved = step.forward(operation, tensors)
         ctx.step, ctx.count = step, len(tensors)
@@ -330,6 +331,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradients of the call's tensors."""
         gradients = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
         needed = ctx.needs_input_grad[2:]
         return (
@@ -387,8 +389,8 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         refuse_transforms(spec.name)
         call = bind(spec, args, kwargs)
-        outputs = _Differentiated.apply(
-            _Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
+        outputs = Differentiated.apply(
+            Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values()
         )
         return outputs if isinstance(outputs, tuple) else restored(outputs, call.lead)
     with _AutoDispatchBelowAutograd():
@@ -403,8 +405,8 @@ def _called_run(
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
         refuse_transforms(name)
-        step = _Step.of_run(program, inputs, sizes, *rest)
-        outputs = _Differentiated.apply(
+        step = Step.of_run(program, inputs, sizes, *rest)
+        outputs = Differentiated.apply(
             step, lambda: tuple(operation(program, inputs, sizes, *rest)), *inputs
         )
         return list(outputs) if isinstance(outputs, tuple) else [outputs]

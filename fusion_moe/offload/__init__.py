@@ -14,6 +14,7 @@ device.py        what a layer asks of a device; cuda.py, launches.py, kernels/: 
 worker.py, requester.py
                  who computes what a device hands over; pinned.py: memory that it reads
 folder.py        experts that memory has no room for
+training.py      steps with adapters or gradients; buffers.py: what they copy, ahead
 """
 
 from __future__ import annotations

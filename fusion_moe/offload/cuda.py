@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..layouts.groups import check_ids
 from ..layouts.w16x64 import W16X64
 from ..runtime import cuda
 from ..runtime.host_memory import pages
-from .device import Counters, HostStorage
+from .device import Counters, HostStorage, runs
 from .launches import Parts, Shape, why_not_tiled
 from .long_steps import Turn, missed_of, turns_of
 from .moves import LIMIT, Moves, Shared
@@ -61,6 +61,7 @@ class Cuda:
     ):
         device = torch.device("cuda", cuda.index_of(torch.device(device)))
         self.storage, self.constants, self.device = storage, constants, device
+        self.on, self.copies_itself = device, not storage.in_files
         self.shared = shared or shared_of(storage, device)
         self.spare, self._cached = spare, slots
         self.limit = 0 if storage.in_files else spare
@@ -225,7 +226,7 @@ class Cuda:
         first += self._cached + self.spare // 2
         copies = (
             (to + (first + i) * each, storage + experts[i] * each, (j - i) * each)
-            for i, j in _runs(experts)
+            for i, j in runs(experts)
             for to, storage, each in self._lines[there]
         )
         cuda.copy(copies, cuda.stream(self.device))
@@ -249,6 +250,37 @@ class Cuda:
     def _arguments(self, x: Tensor, placed: Tensor, w: Tensor) -> dict[str, Any]:
         """Those of the operation on slots."""
         return self.storage.arguments(x, placed, w, self.slots, weight_layout=self.layout)
+
+    # Whole layers ---------------------------------------------------------------------------------
+
+    def fetch(self, experts: Sequence[int], arrival: Mapping[str, Tensor]) -> None:
+        """As in `Device`: by the copy engine, on the current stream."""
+        away = {n: t for n, t in self.storage.tensors.items() if n not in self._there}
+        copies = (
+            (arrival[n][experts[i]].data_ptr(), t[experts[i]].data_ptr(), (j - i) * t[0].nbytes)
+            for i, j in runs(experts)
+            for n, t in away.items()
+        )
+        cuda.copy(copies, cuda.stream(self.device))
+        self._long += Counters(copied=len(experts))
+
+    def unpacker(
+        self, arrival: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> Callable[[int, int], None]:
+        """As in `Device`."""
+        shapes = shapes_of(self.storage, self.layout).values()
+        parts = Parts([*shapes], [t.data_ptr() for t in arrival.values()], [*weights.values()])
+
+        def unpack(first: int, count: int) -> None:
+            with torch.cuda.device(self.device):
+                self.moves.unpack(parts, first, first, count)
+
+        return unpack
+
+    def complete(self, arrival: Mapping[str, Tensor]) -> None:
+        """As in `Device`."""
+        for name, t in self._there.items():
+            arrival[name].copy_(t)
 
     # The cache ------------------------------------------------------------------------------------
 
@@ -313,15 +345,6 @@ class Cuda:
         counters.bytes_copied = (counters.copied + counters.loaded) * self.moves.parts.nbytes
         counters.cpu_ns = shared.model.busy(self.moves.layer)
         return counters
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of the places of numbers that follow each other."""
-    first = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield first, i
-            first = i
 
 
 def shared_of(

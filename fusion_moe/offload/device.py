@@ -4,7 +4,7 @@ or of its stand-in (pretended.py). And HostStorage, the experts in the host's me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Protocol
@@ -60,6 +60,10 @@ class Device(Protocol):
     counters: Counters
     spare: int  # slots for what one step copies
     limit: int | None  # how many experts a short step copies at most; None: all
+    on: torch.device
+    slots: Mapping[str, Tensor]
+    layout: str | None  # of weights in slots; None: as on the host
+    copies_itself: bool  # whether `fetch` returns before the host has read what it copies
 
     @property
     def expert_map(self) -> Tensor:
@@ -79,6 +83,17 @@ class Device(Protocol):
 
     def uses(self) -> Tensor:
         """i64[E]: how many slots named each expert since the last call."""
+
+    def fetch(self, experts: Sequence[int], arrival: Mapping[str, Tensor]) -> None:
+        """Copies experts, as they are on the host, to their places among all in `arrival`."""
+
+    def unpacker(
+        self, arrival: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> Callable[[int, int], None]:
+        """What puts the experts from a first one on, so many, into the layout of slots."""
+
+    def complete(self, arrival: Mapping[str, Tensor]) -> None:
+        """Adds what is on the device of all experts anyway."""
 
 
 class HostStorage:
@@ -137,13 +152,17 @@ class HostStorage:
     ) -> dict[str, Any]:
         """Those of a call of `fused_experts` with these tensors of experts."""
         results: dict[str, Any] = {"x": x, "ids": ids, "w": w}
-        for name, t in tensors.items():
+        for name, t in self.cast(tensors, x.dtype).items():
             base, is_list, _ = name.partition("[")
             if is_list:
                 results.setdefault(base, []).append(t)
             else:
-                results[name] = t.to(x.dtype) if base in _CAST else t
+                results[name] = t
         return results | self._others | more
+
+    def cast(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same tensors, those that activations are added to in their dtype."""
+        return {name: t.to(dtype) if name in _CAST else t for name, t in tensors.items()}
 
     def compute(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The operation itself, on the host."""
@@ -177,6 +196,15 @@ def decide(
     rows = dict(zip(missed, uses[missed].tolist(), strict=True))
     there = int(((uses > 0) & (expert_map >= 0)).sum())
     return split(rows, constants, spare, limit, there), uses
+
+
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of the places of numbers that follow each other."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield first, i
+            first = i
 
 
 def _like_biases(module: Experts) -> Tensor:

@@ -13,11 +13,14 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the tracer
 
 from ..errors import Error, UnsupportedError
 from ..nn import checks
 from ..nn.frozen.experts import Experts
 from ..runtime import cuda
+from . import training
+from .buffers import Buffers
 from .cache import Cache
 from .device import Counters, Device, HostStorage, decide
 
@@ -32,8 +35,8 @@ class OffloadedExperts(Experts):
     for some experts, and computes with what is there; of the others, some are copied in each step,
     and the host computes the rest (`split`). Which experts are in slots changes with use (`cache`).
 
-    Frozen: neither they nor adapters of them train. Moving the module moves nothing: parameters
-    stay on the host, slots on their device.
+    Frozen, but adapters of them train (training.py). Moving the module moves these alone:
+    parameters stay on the host, slots on their device.
 
     every: how many steps there are between two changes of the cache; 0: it stays as it is, unless
     `learn` is called.
@@ -46,10 +49,12 @@ class OffloadedExperts(Experts):
     _steps: int
     _number: int
     _changing: Any  # a lock: one change of the cache at a time
+    _version: int  # of the weights
+    _shared: dict[Any, Buffers]  # by the form of layers
     _uses: Tensor  # i64[E]: how many slots named each expert,
     _new: Tensor  # and since the cache changed
 
-    fixed = "experts on one device: those that are offloaded are not trained, folded or divided"
+    fixed = "experts on one device: those that are offloaded are not folded or divided"
 
     @classmethod
     def of(
@@ -58,9 +63,10 @@ class OffloadedExperts(Experts):
         make: Callable[[HostStorage], Device],
         cache: Cache,
         every: int = EVERY,
+        shared: dict[Any, Buffers] | None = None,
     ) -> OffloadedExperts:
         """A module with the parameters of another one, which lie on the CPU. make(storage): the
-        device.
+        device. shared: what the layers of a model share.
         """
         result: OffloadedExperts = cls.__new__(cls)
         result.__dict__.update(module.__dict__)
@@ -68,6 +74,8 @@ class OffloadedExperts(Experts):
         result.storage = HostStorage(result)
         result.device, result.cache, result.every = make(result.storage), cache, every
         result._steps, result._changing, result._number = 0, threading.Lock(), next(_numbers)
+        result._version, result._shared = 0, {} if shared is None else shared
+        result.adapters_on = result.device.on
         result._uses, result._new = torch.zeros(2, result.storage.experts, dtype=torch.int64)
         _modules[result._number] = result
         result.renew()
@@ -81,38 +89,46 @@ class OffloadedExperts(Experts):
         adapters: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens
-        in all. UnsupportedError for adapters, and where a gradient is wanted.
+        in all. adapters: as in `Experts`. With adapters, or where a gradient is wanted, all experts
+        that are named are copied, and the device computes everything.
         """
         trains = torch.is_grad_enabled() and (
             hidden_states.requires_grad or top_k_weights.requires_grad
         )
         if adapters or trains or self.adapted:
-            raise UnsupportedError(
-                "adapters of offloaded experts"
-                if not trains
-                else "a gradient of offloaded experts",
-                expected="inference without adapters",
-                todo="call the model under torch.no_grad(), or train it on one device",
-                where=type(self).__name__,
-            )
+            return self._train(hidden_states, top_k_index, top_k_weights, adapters)
         if torch.compiler.is_compiling():
             return torch.ops.fusion_moe.offloaded_experts(
                 hidden_states, top_k_index, top_k_weights, self._number
             )
         return self.step(hidden_states, top_k_index, top_k_weights)
 
-    def step(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As `forward`, without its checks of training."""
+    @_disable_dynamo  # a graph would keep copied weights for its backward
+    def _train(self, x: Tensor, ids: Tensor, w: Tensor, adapters: Any) -> Tensor:
+        more = adapters or (self._lora() if self.adapted else {})
+        return self.step(x, ids, w, more)
+
+    def step(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """As `forward`. adapters: None for a step by slots and the host."""
         where = type(self).__name__
         checks.need_rows("hidden_states", hidden_states, self.storage.features, where)
         device, k = hidden_states.device.type, top_k_index.shape[-1]
         if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):  # as the operation does it
                 cast = hidden_states.to(torch.get_autocast_dtype(device))
-                return self.step(cast, top_k_index, top_k_weights)
+                return self.step(cast, top_k_index, top_k_weights, adapters)
         x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, k)
+        args = x, ids, top_k_weights.reshape(-1, k)
         try:
-            y = self.device.step(x, ids, top_k_weights.reshape(-1, k))
+            if adapters is not None:
+                return training.run(self, *args, adapters).view(hidden_states.shape)
+            y = self.device.step(*args)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(
                 f"{where}, whose hidden_states, top_k_index and top_k_weights are x, ids and w"
@@ -122,6 +138,30 @@ class OffloadedExperts(Experts):
         if self.every and self._steps % self.every == 0 and not captured:
             self.learn()
         return y.view(hidden_states.shape)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The module's number, and the version of its weights."""
+        return self._number, self._version
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those that it shares with layers like it."""
+        form = tuple((t.shape, t.dtype) for t in self.storage.tensors.values())
+        if form not in self._shared:
+            self._shared[form] = Buffers(self)
+        return self._shared[form]
+
+    def arguments(
+        self, x: Tensor, ids: Tensor, w: Tensor, weights: Mapping[str, Tensor], more: Any
+    ) -> dict[str, Any]:
+        """Those of the operation with weights that are on the device."""
+        layout = {"weight_layout": self.device.layout} if self.device.layout else {}
+        return self.storage.arguments(x, ids, w, weights, **layout, **more)
+
+    def unchanging(self) -> Any:
+        """A context in which the cache does not change."""
+        return self._changing
 
     def learn(self) -> int:
         """Changes which experts are in slots, by their uses since the last call. Returns how many
@@ -153,6 +193,7 @@ class OffloadedExperts(Experts):
 
     def renew(self) -> None:
         """Copies all experts in slots again, after their storage has changed."""
+        self._version += 1
         for expert, slot in enumerate(self.cache.expert_map.tolist()):
             if slot >= 0:
                 self.device.load(slot, expert)
@@ -179,7 +220,9 @@ class OffloadedExperts(Experts):
         return ""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:
-        return self  # nothing moves, and nothing is cast
+        for child in self.children():
+            child._apply(fn)
+        return self  # nothing else moves, and nothing is cast
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

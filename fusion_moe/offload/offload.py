@@ -77,7 +77,8 @@ def offload_(
         OptionError: for too little memory or room in the folder, with how much is needed.
         UnsupportedError: for a model without such experts, or with adapters.
 
-    An error comes before anything is moved. Experts in slots do not train, and take no adapters.
+    An error comes before anything is moved. Experts stay frozen; adapters that are added afterwards
+    train.
     """
     device, memory = device_and_bytes(max_memory)
     need_one_of("experts_device", experts_device, EXPERTS_DEVICES, where=_WHERE)
@@ -117,7 +118,7 @@ def _made(
     folder: str | Path | None,
 ) -> dict[str, OffloadedExperts]:
     """The modules that take the place of others."""
-    results, in_memory = {}, {*list(experts)[: len(plan.in_memory)]}
+    results, in_memory, shared = {}, {*list(experts)[: len(plan.in_memory)]}, dict[Any, Any]()
     for name, slots in progress(
         zip(experts, plan.slots, strict=True), "filling slots", len(experts)
     ):
@@ -128,7 +129,7 @@ def _made(
                 _into_files(module := experts[name].to("cpu"))
         cached = slots - plan.spare
         cache = Cache(len(module.down_proj), cached, plan.turning)
-        results[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every)
+        results[name] = OffloadedExperts.of(module, make(cached, plan.spare), cache, every, shared)
     return results
 
 
@@ -264,7 +265,7 @@ def _experts(model: nn.Module) -> dict[str, Experts]:
         elif not isinstance(module, Experts):
             why = f"{type(module).__name__}, whose function is the model's own"
         elif module.adapted:
-            why = "experts with adapters"
+            why = "experts with adapters, which are added after it"
         elif module.first_expert is not None or module.sharding is not None:
             why = "a share of experts that several ranks have"
         elif module.weights != "packed":

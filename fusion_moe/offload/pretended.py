@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import options
 from ..errors import BuildError, UnsupportedError
 from ..layouts.groups import check_ids
-from .device import Counters, HostStorage, decide
+from .device import Counters, HostStorage, decide, runs
 from .machine import copy_alone
 from .requester import CAPACITY, Requester
 from .split import Constants, Split
@@ -28,6 +28,8 @@ class Pretended:
 
     slots: for the cache; spare: for what one step copies, in turns if it copies more.
     """
+
+    on, layout, copies_itself = torch.device("cpu"), None, False
 
     def __init__(self, storage: HostStorage, slots: int, spare: int, constants: Constants):
         self.limit = 0 if storage.in_files else None
@@ -123,6 +125,29 @@ class Pretended:
         """As in `Device`."""
         self._copy(slot, expert)
         self.counters.loaded += 1
+
+    def fetch(self, experts: Sequence[int], arrival: Mapping[str, Tensor]) -> None:
+        """As in `Device`."""
+        for i, j in runs(experts):
+            some = slice(experts[i], experts[i] + j - i)
+            for name, t in self.storage.tensors.items():
+                copy_alone(arrival[name][some], t[some])
+        self.counters.copied += len(experts)
+        self.counters.bytes_copied += len(experts) * self.storage.nbytes
+
+    def unpacker(
+        self, arrival: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> Callable[[int, int], None]:
+        """As in `Device`."""
+
+        def unpack(first: int, count: int) -> None:
+            for name, t in arrival.items():
+                weights[name][first : first + count].copy_(t[first : first + count])
+
+        return unpack
+
+    def complete(self, arrival: Mapping[str, Tensor]) -> None:
+        """As in `Device`: nothing is."""
 
     def publish(self, expert_map: Tensor) -> None:
         """As in `Device`. After it no step runs that read the version before, so what that table

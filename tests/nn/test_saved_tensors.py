@@ -84,7 +84,7 @@ WAYS: dict[str, Callable[[], Given]] = {
     "all_to_all": lambda: of_ranks("all_to_all"),
 }
 # the classes that these call
-FUNCTIONS = {"_Differentiated", "_Tracked", "Linear"}
+FUNCTIONS = {"Differentiated", "_Tracked", "Linear"}
 
 
 @pytest.fixture(scope="module", autouse=True)

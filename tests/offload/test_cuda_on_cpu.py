@@ -13,6 +13,7 @@ import torch
 from kernels_on_cpu import folder
 from on_cpu import library
 from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
+from test_training import adapt, assert_equal, gradients
 
 import fusion_moe
 from fusion_moe.errors import DtypeError, GroupsError, WorkerError
@@ -231,3 +232,26 @@ def test_a_worker_that_fails_is_an_error_and_the_rest_is_right():
         fusion_moe.synchronize()
     found = offloaded(plain, 3, COMPUTES)  # with a new worker
     assert torch.equal(found(x, ids, w), plain(x, ids, w))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("slots", [0, 3, E])
+def test_gradients_of_adapters(slots, encoding, in_files, tmp_path, monkeypatch):
+    """Those of experts that are all there: copies are unpacked into the layout of slots."""
+    plain, moved = encoded(encoding), encoded(encoding)
+    if in_files:
+        monkeypatch.setattr(pages, "PAGE", 64)
+        with pages.in_files(tmp_path):
+            _into_files(moved)
+    results = []
+    for layer in (plain, offloaded(moved, slots, COPIES, spare=2)):
+        adapt(torch.nn.Sequential(layer))
+        with torch.enable_grad():
+            results.append([gradients(layer, 40, torch.bfloat16, seed) for seed in range(2)])
+    for want, found in zip(*results, strict=True):
+        assert_equal(found, want)
+    c = layer.counters
+    assert c.copied == E - len(layer.device.expert_map[layer.device.expert_map >= 0])
+    assert c.bytes_copied == (c.copied + c.loaded) * layer.storage.nbytes

@@ -50,7 +50,7 @@ def _dispatch(
     """PEFT's layer around a module, ours around one of fusion_moe.nn."""
     base = _base(target)
     kwargs |= {"config": config}
-    if isinstance(base, AdaptableModule) and base.fixed:
+    if isinstance(base, AdaptableModule) and base.fixed and base.adapters_on is None:
         raise UnsupportedError(
             f"adapters for {kwargs.get('target_name')}",
             expected=base.fixed,

@@ -50,10 +50,11 @@ class _OnCodes(layer.LoraLayer):
         return base
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
-        if self._packed.encoding.plain:
+        there = getattr(self._packed, "adapters_on", None)
+        if there is None and self._packed.encoding.plain:
             super()._move_adapter_to_device_of_base_layer(adapter_name, device)
             return
-        there = self._packed.weight_of(self.encoded).device
+        there = there or self._packed.weight_of(self.encoded).device
         for factors in (self.lora_A, self.lora_B):
             if not factors[adapter_name].weight.is_meta:
                 factors[adapter_name].to(there)  # as float32: codes have no dtype to take over

@@ -28,7 +28,8 @@ class AdaptableModule(PackedModule):
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
     B [G, N, r], scale, and whether it is disabled. reading: what weights are read as (folded.py),
     None: as they are. fixed: why the module can have no adapter, no folded weights and no share of
-    a rank, "" if it can.
+    a rank, "" if it can. adapters_on: where its adapters compute, which it can have nevertheless,
+    if weights lie elsewhere.
     """
 
     projections: tuple[str, ...]
@@ -38,6 +39,7 @@ class AdaptableModule(PackedModule):
     renamed: Mapping[str, str] = MappingProxyType({})
     reading: Reading | None
     fixed = ""
+    adapters_on: torch.device | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,9 +130,14 @@ class Experts(Projections):
             padding = self.forms["down"].padding if more.shape[-1] > 1 else None
             found["activation_parameters"] = padding.pad_columns(more) if padding else more
         if (self._modules or self.wrappers) and self.adapted:
-            found["lora_scale"] = scale = self._lora_scale
-            for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
-                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection, scale)
+            found |= self._lora()
+        return found
+
+    def _lora(self) -> dict[str, Any]:
+        """The arguments that adapters are."""
+        found: dict[str, Any] = {"lora_scale": (scale := self._lora_scale)}
+        for name, projection in zip(("gate_up", "down"), self.projections, strict=True):
+            found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(projection, scale)
         return found
 
     def padding(self, weight: str, layout: Layout) -> Padding:

@@ -207,7 +207,7 @@ def is_alpha(value: object) -> bool:
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter or cannot have one."""
     for name, module in modules.items():
-        if module.fixed:
+        if module.fixed and module.adapters_on is None:
             raise UnsupportedError(f"adapters for {name}", expected=module.fixed, where=where)
         if module.sharding is not None and not module.sharding.adaptable:
             raise UnsupportedError(
@@ -247,11 +247,11 @@ def adapt_(
 def _adapter(
     module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype
 ) -> Adapter:
-    """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a
+    """Adds an adapter to a projection, where it computes; beside a rank's share of experts, a
     share of the adapters of all experts.
     """
-    weight = module.weight_of(projection)
-    adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, weight.device)
+    device = module.adapters_on or module.weight_of(projection).device
+    adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, device)
     if module.sharding is not None:
         adapter.A, adapter.B = (
             nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach()))

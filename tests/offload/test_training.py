@@ -1,0 +1,273 @@
+"""Offloaded experts with adapters: gradients are those of experts that are on the device, bit for
+bit, whatever is copied, in which order, and whatever goes wrong in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bad_calls import messages
+from experts import experts
+from test_offloaded_experts import BOTH, E, H, I, encoded, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusion_moe
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn import Experts, swiglu
+from fusion_moe.nn.lora.adapter import add_lora_
+from fusion_moe.nn.lora.merging import merge_lora_
+from fusion_moe.offload import OffloadedExperts
+from fusion_moe.offload.cache import Cache
+from fusion_moe.offload.offload import _into_files
+from fusion_moe.offload.pretended import Pretended
+from fusion_moe.runtime.host_memory import pages
+
+LAYERS = 3
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Layers(nn.Module):
+    """Layers of experts, one after the other."""
+
+    def __init__(self, layers: list[Experts], reentrant: bool | None = None):
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
+
+    def forward(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = nn.functional.layer_norm(x, (H,))
+            if self.reentrant is None:
+                x = x + layer(rows, ids, w)
+            else:
+                x = x + checkpoint(layer, rows, ids, w, use_reentrant=self.reentrant)
+        return x
+
+
+def offloaded(plain: Experts, slots: int, shared: Any = None) -> OffloadedExperts:
+    def make(storage: Any) -> Pretended:
+        return Pretended(storage, slots, 2, BOTH)
+
+    return OffloadedExperts.of(plain, make, Cache(E, slots), 0, shared)
+
+
+def both(slots: int = 3, adapters: bool = True, reentrant: bool | None = None) -> list[Layers]:
+    """On the device; and in the host's memory but for some."""
+    results, shared = [], dict[Any, Any]()
+    for away in (False, True):
+        layers: list[Experts] = [experts(E, H, I, seed=i) for i in range(LAYERS)]
+        if away:
+            layers = [offloaded(layer, slots, shared) for layer in layers]
+        results.append(Layers(layers, reentrant))
+        if adapters:
+            adapt(results[-1])
+    return results
+
+
+def adapt(model: nn.Module) -> None:
+    add_lora_(model, rank=4)
+    g = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.normal_(0, 0.1, generator=g)
+
+
+def gradients(model: nn.Module, count: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """What a call gives, its gradients, and those of adapters, which add up."""
+    x, ids, w = tokens(count, dtype, seed)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = model(x, ids, w)
+    y.float().square().mean().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    adapters = [p.grad for p in model.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, w.grad, *adapters]
+
+
+def assert_equal(found: list[Tensor], want: list[Tensor]) -> None:
+    assert len(found) == len(want)
+    assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("slots", [0, 3, E])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_gradients_are_those_of_experts_on_the_device(slots, reentrant):
+    plain, found = both(slots, reentrant=reentrant)
+    for step, dtype in enumerate(DTYPES):
+        for count in (0, 2, 40):  # the second names some of the experts
+            want = gradients(plain, count, dtype, step)
+            assert_equal(gradients(found, count, dtype, step), want)
+
+
+def test_without_adapters():
+    """Frozen experts between layers that train."""
+    plain, found = both(adapters=False)
+    assert_equal(gradients(found, 40, torch.bfloat16), gradients(plain, 40, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8", "int4", "bf16"])
+def test_encodings_and_biases(name):
+    biases = torch.randn(E, 2 * I), torch.randn(E, H)
+    how = {"gate_up_bias": biases[0].bfloat16(), "down_bias": biases[1].bfloat16()}
+    activation = swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0)
+    found = []
+    for away in (False, True):
+        layer = encoded(name, activation=activation, **how)
+        model = Layers([offloaded(layer, 3) if away else layer])
+        adapt(model)
+        found.append(gradients(model, 40, torch.bfloat16))
+    assert_equal(*found)
+
+
+def test_each_layer_is_copied_once_a_pass_and_ahead_of_its_use(monkeypatch):
+    _, found = both()
+    buffers, fetched = found.layers[0].buffers, list[tuple[int, int]]()
+    own, used = buffers._fetch, list[int]()
+
+    def fetch(layer: OffloadedExperts, wanted: Any) -> None:
+        if buffers._arriving is None or buffers._arriving.key != layer.key:
+            fetched.append((used[-1], layer._number - found.layers[0]._number))
+        own(layer, wanted)
+
+    hold = buffers.hold
+
+    def held(layer: OffloadedExperts, named: Any) -> Any:
+        used.append(layer._number - found.layers[0]._number)
+        return hold(layer, named)
+
+    assert all(layer.buffers is buffers for layer in found.layers)
+    for _ in range(2):
+        gradients(found, 40, torch.bfloat16)
+    monkeypatch.setattr(buffers, "_fetch", fetch)
+    monkeypatch.setattr(buffers, "hold", held)
+    gradients(found, 40, torch.bfloat16)
+    assert used == [0, 1, 2, 2, 1, 0]
+    # while one is used: the one that is next; the last one is there when its backward begins
+    assert fetched == [(1, 2), (2, 1), (1, 0), (0, 1)]
+
+
+def test_few_tokens_copy_the_experts_that_they_name():
+    _, found = both(slots=0)
+    _, ids, _ = tokens(1)
+    gradients(found, 1, torch.bfloat16)
+    named = len({e for e in ids.flatten().tolist() if e >= 0})
+    first, last = found.layers[0].counters, found.layers[-1].counters
+    assert (first.copied, last.copied) == (2 * named, named)
+    assert first.bytes_copied == first.copied * found.layers[0].storage.nbytes
+
+
+def test_weights_that_change_in_between_are_an_error():
+    plain, found = both()
+    other = experts(E, H, I, seed=9).state_dict()
+    x, ids, w = tokens(40)
+    y = found(x.requires_grad_(), ids, w)
+    for model in (plain, found):
+        fusion_moe.update_weights_(model.layers[1], other)
+    with pytest.raises(UnsupportedError, match="changed between forward and backward"):
+        y.sum().backward()
+    for model in (plain, found):
+        model.zero_grad()
+    want = gradients(plain, 40, torch.bfloat16)
+    assert_equal(gradients(found, 40, torch.bfloat16), want)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_copy_that_fails_leaves_nothing_half_there(at, monkeypatch):
+    """Whichever of the copies of a step: it raises, and the next step is right."""
+    plain, found = both()
+    gradients(found, 40, torch.bfloat16)  # learns the order
+    own, left = Pretended.fetch, [at]
+
+    def fetch(self: Pretended, wanted: Any, arrival: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            own(self, wanted[: len(wanted) // 2], arrival)
+            raise OSError("no room on the disk")
+        own(self, wanted, arrival)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretended, "fetch", fetch)
+        with pytest.raises(OSError, match="no room"):
+            gradients(found, 40, torch.bfloat16, seed=1)
+    found.zero_grad()
+    assert_equal(gradients(found, 40, torch.bfloat16), gradients(plain, 40, torch.bfloat16))
+
+
+def test_the_cache_may_change_in_between():
+    """What was to come from a slot that holds another expert now is copied."""
+    plain, found = both()
+    for _ in range(2):
+        gradients(found, 40, torch.bfloat16)
+    for layer in found.layers:
+        layer._new[-1] = 100
+        assert layer.learn()
+    for model in (plain, found):
+        model.zero_grad()
+    assert_equal(gradients(found, 40, torch.bfloat16), gradients(plain, 40, torch.bfloat16))
+
+
+def test_inference_with_adapters_and_merged():
+    plain, found = both()
+    for args in (tokens(40), tokens(2)):
+        with torch.no_grad():
+            assert found(*args).equal(plain(*args))
+        with torch.inference_mode():
+            assert found(*args).equal(plain(*args))
+    for model in (plain, found):
+        merge_lora_(model, requantize=True)
+    with torch.no_grad():
+        assert found(*tokens(5)).equal(plain(*tokens(5)))
+    assert found.layers[0].counters.steps == 1
+
+
+def test_adapters_move_and_are_cast():
+    _, found = both()
+    before = found.layers[0].down_proj
+    found.to(torch.bfloat16)
+    assert found.layers[0].gate_up_lora.A.dtype == torch.bfloat16
+    assert found.layers[0].down_proj is before
+
+
+def test_compiled():
+    """torch.compile takes what is around the experts."""
+    plain, found = both()
+    want = gradients(plain, 40, torch.bfloat16)
+    compiled = torch.compile(found, backend="aot_eager")
+    for _ in range(2):
+        found.zero_grad()
+        assert_equal(gradients(compiled, 40, torch.bfloat16), want)
+
+
+def test_in_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", 64)
+    plain, _ = both()
+    layers, shared = [experts(E, H, I, seed=i) for i in range(LAYERS)], dict[Any, Any]()
+    with pages.in_files(tmp_path):
+        for layer in layers:
+            _into_files(layer)
+    found = Layers([offloaded(layer, 3, shared) for layer in layers])
+    adapt(found)
+    assert found.layers[0].storage.in_files
+    for seed in range(2):
+        want = gradients(plain, 40, torch.bfloat16, seed)
+        assert_equal(gradients(found, 40, torch.bfloat16, seed), want)
+
+
+def test_bad_input(golden):
+    _, found = both()
+    layer, (x, ids, w) = found.layers[0], tokens(3)
+    golden(
+        messages(
+            {
+                "an expert that there is not": lambda: layer(x, ids + E, w),
+                "features": lambda: layer(x[:, 1:], ids, w),
+                "a second derivative": lambda: torch.autograd.grad(
+                    layer(x.requires_grad_(), ids, w).sum(), x, create_graph=True
+                ),
+                "torch.func": lambda: torch.func.grad(lambda x: layer(x, ids, w).sum())(x),
+            }
+        )
+    )
