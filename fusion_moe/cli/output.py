@@ -61,14 +61,14 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
     taken = signature(find, eval_str=True).parameters
 
     @wraps(find)
-    def run(context: typer.Context, json: bool, **given: Any) -> None:
+    def run(context: typer.Context, json: bool, **arguments: Any) -> None:
         if "json" in taken:  # it prints while it runs
-            given["json"] = json
+            arguments["json"] = json
         try:
-            for path in given.values():
+            for path in arguments.values():
                 if isinstance(path, Path):
                     check_name(path)
-            result = find(**given)
+            result = find(**arguments)
         except Error as error:
             if context.find_root().params.get("traceback"):
                 raise

@@ -195,12 +195,12 @@ class Guard:
 
     async def _while_there(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """Runs the application until it has answered, or the client has left."""
-        gone, given = asyncio.Event(), False
+        gone, sent = asyncio.Event(), False
 
         async def replayed() -> Message:
-            nonlocal given
-            if not given:
-                given = True
+            nonlocal sent
+            if not sent:
+                sent = True
                 return {"type": "http.request", "body": body, "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}

@@ -35,7 +35,7 @@ def store_constants(graph: Graph, regions: Sequence[Region], with_: Options) -> 
 def _stored(graph: Graph, region: Region, with_: Options) -> Region:
     fusion, target = region.fusion, backends.find(with_.target, region.device)
     nodes = dict(zip(fusion.inputs, region.inputs, strict=True))
-    found = dict[Op, tuple[str, list[Tensor]]]()
+    reordered = dict[Op, tuple[str, list[Tensor]]]()
     for product in products(fusion):
         pack = fusion.producer(product.b, "pack")
         if pack is None or not _is_constant(fusion, pack, product, nodes):
@@ -43,8 +43,8 @@ def _stored(graph: Graph, region: Region, with_: Options) -> Region:
         wanted = target.layout_of(pack.attrs["encoding"], format_of(product.a.type))
         tensors = [_constant(graph, nodes[v], region) for v in pack.values]
         if wanted != pack.attrs["layout"] and (parts := _in_layout(pack, wanted, tensors)):
-            found[pack] = wanted, parts
-    return _with_parts(graph, region, nodes, found) if found else region
+            reordered[pack] = wanted, parts
+    return _with_parts(graph, region, nodes, reordered) if reordered else region
 
 
 def _is_constant(
@@ -65,15 +65,15 @@ def _constant(graph: Graph, node: Node, region: Region) -> Tensor:
     return t.mT if node in region.transposed else t
 
 
-def _in_layout(pack: Op, wanted: str, given: Sequence[Tensor]) -> list[Tensor]:
+def _in_layout(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a weight in a layout; none if it cannot be stored so."""
     weight = pack.outputs[0].type
     encoding, layout = weight.encoding, LAYOUTS[wanted]
     if layout.why_not(weight.shape[-2], weight.shape[-1], encoding):
         return []
-    elements = (given[0].mT if pack.attrs["transposed"] else given[0]).contiguous()
+    elements = (tensors[0].mT if pack.attrs["transposed"] else tensors[0]).contiguous()
     stored = LAYOUTS[pack.attrs["layout"]]
-    linear = stored.unpack(elements, *given[1:], encoding=encoding)
+    linear = stored.unpack(elements, *tensors[1:], encoding=encoding)
     try:
         for part, t in zip(encoding.parts, linear, strict=True):
             check_part_scales(part, t, part.name)
@@ -86,21 +86,21 @@ def _with_parts(
     graph: Graph,
     region: Region,
     nodes: Mapping[Value, Node],
-    found: Mapping[Op, tuple[str, Sequence[Tensor]]],
+    reordered: Mapping[Op, tuple[str, Sequence[Tensor]]],
 ) -> Region:
     """The region with some weights as other constants, in other layouts."""
     new = {
         v: (nodes[v], t)
-        for pack, (_, parts) in found.items()
+        for pack, (_, parts) in reordered.items()
         for v, t in zip(pack.values, parts, strict=True)
     }
     types = {v: v.type.with_(shape=tuple(t.shape)) for v, (_, t) in new.items()}
-    layouts = {pack.outputs[0]: layout for pack, (layout, _) in found.items()}
+    layouts = {pack.outputs[0]: layout for pack, (layout, _) in reordered.items()}
 
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-        if op in found:
+        if op in reordered:
             return fd.append(
-                op.kind, inputs, {**op.attrs, "layout": found[op][0], "transposed": False}
+                op.kind, inputs, {**op.attrs, "layout": reordered[op][0], "transposed": False}
             )
         if wanted := next((layouts[v] for v in op.values if v in layouts), ""):
             return fd.append(op.kind, inputs, {**op.attrs, "w_layout": wanted})

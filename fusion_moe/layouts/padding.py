@@ -84,13 +84,13 @@ class Padding:
     def _pad(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.of_matrix or not self:
             return t
-        lead, given = t.shape[:-2], as_bytes(t)
+        lead, stored = t.shape[:-2], as_bytes(t)
         zero = 0 if part.scale else _zero(encoding)
-        made = given.new_full(encoding.part_shape(part, lead, *self.padded), zero)
-        _in_runs(made, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(
-            given, self.runs
+        padded = stored.new_full(encoding.part_shape(part, lead, *self.padded), zero)
+        _in_runs(padded, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(
+            stored, self.runs
         )
-        return made.view(t.dtype)
+        return padded.view(t.dtype)
 
     def _cut(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.of_matrix or not self:

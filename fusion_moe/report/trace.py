@@ -220,9 +220,9 @@ def _in_dynamo(call: Call, switches: Options, watch: Watch | None, backward: boo
             seen.steps.append(Step(input_names(model), forward[-1], graph))
         else:
             return
-        found = seen.add(graph, switches)
+        result = seen.add(graph, switches)
         if watch is not None:
-            watch.take_over(graph, found.regions)
+            watch.take_over(graph, result.regions)
 
     def backend(model: GraphModule, inputs: Sequence[Any]) -> Any:
         seen.add_float_experts(float_experts(model))

@@ -98,21 +98,21 @@ def library_digest() -> str:
     )
 
 
-def _leave_single_results(found: Found) -> None:
+def _leave_single_results(result: Found) -> None:
     """Takes out the regions with one result: Inductor's C++ wrapper, unless it is AOTInductor's,
     crashes on a list of one tensor.
     """
-    left = [r for r in found.regions if len(r.outputs) == 1]
+    left = [r for r in result.regions if len(r.outputs) == 1]
     if left:
         why = "torch's cpp_wrapper cannot call a program with one result"
         warn_once(f"calls are not fused: {why}; leave out cpp_wrapper to fuse them")
-        found.leave(left, why)
+        result.leave(left, why)
 
 
 def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """The passes that the user has set, in options or in Inductor's config, except ours."""
-    given = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-    passes = given if isinstance(given, (list, tuple)) else [given]
+    own = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    passes = own if isinstance(own, (list, tuple)) else [own]
     return tuple(
         q for p in passes if p is not None for q in (p.then if isinstance(p, FusionPass) else (p,))
     )

@@ -195,9 +195,11 @@ class Pieces(Tensor):
         """shape: of the whole tensor. pieces: where each piece begins in the whole, and the pieces
         as views of of_rank.
         """
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=of_rank.dtype, device=of_rank.device)
-        made.of_rank, made.pieces = of_rank, pieces
-        return made
+        result = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=of_rank.dtype, device=of_rank.device
+        )
+        result.of_rank, result.pieces = of_rank, pieces
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

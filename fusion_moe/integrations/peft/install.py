@@ -206,13 +206,13 @@ def _inject(
 
 def _merge(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Logs what merging into encoded weights loses."""
-    found: dict[str, torch.Tensor] = {}
+    lossy: dict[str, torch.Tensor] = {}
     try:
-        with during(losses, found):
+        with during(losses, lossy):
             return theirs(*args, **kwargs)
     finally:
-        if found:
-            lost, added = torch.stack([t.cpu() for t in found.values()]).sqrt().T.tolist()
+        if lossy:
+            lost, added = torch.stack([t.cpu() for t in lossy.values()]).sqrt().T.tolist()
             log.warning(
                 "merged into encoded weights: rounding them again changes them by %.2f of what "
                 "the adapters add (norms; %.2f for the worst of them). Adapters that are merged "

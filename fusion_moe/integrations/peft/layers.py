@@ -79,8 +79,8 @@ class _OnCodes(layer.LoraLayer):
         if self._before is None:
             self._before = before
         self.merged_adapters += names
-        if (found := losses.get()) is not None and not packed.encoding.plain:
-            found[f"{where} ({packed.encoding.name})"] = norms
+        if (lossy := losses.get()) is not None and not packed.encoding.plain:
+            lossy[f"{where} ({packed.encoding.name})"] = norms
 
     def unmerge(self) -> None:
         """As PEFT's: puts back the bits that were there before."""

@@ -58,8 +58,8 @@ def family_of(directory: Directory) -> Family | None:
                 delattr(config, part)
         model = on_meta(config, where)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        found = " ".join(str(error).split())
-        raise UnsupportedError(found, expected="a model of transformers", where=where) from None
+        why = " ".join(str(error).split())
+        raise UnsupportedError(why, expected="a model of transformers", where=where) from None
     in_model = live_names(model, directory.tensors)
     model._weight_conversions = [  # of prefixes those that the directory's names have
         c
@@ -141,24 +141,24 @@ def _described(name: str, t: Tensor, part: _Part, where: str) -> InFloats:
             (interleaved, projection, True),
         ]
     way = next((way for way in ways if way[0] == of_rows), None)
-    found = None
+    tensor = None
     if way is not None:
         order = FusedOrder(transposed, interleaved=way[2])
-        found = InFloats(name, way[1], experts, order, bias, alone)
-    if found is None or not _is_whole(found, t - part.first, part):
+        tensor = InFloats(name, way[1], experts, order, bias, alone)
+    if tensor is None or not _is_whole(tensor, t - part.first, part):
         raise UnsupportedError(
             f"{name} of {part.module}",
             expected="whole matrices of experts",
             todo="load the model: its class knows how it stores them",
             where=where,
         )
-    return found
+    return tensor
 
 
-def _is_whole(found: InFloats, t: Tensor, part: _Part) -> bool:
+def _is_whole(tensor: InFloats, t: Tensor, part: _Part) -> bool:
     """Whether a tensor has exactly the numbers that its description says."""
     whole = torch.arange(torch.Size(part.shape).numel()).view(part.shape)
-    half, parts = part.shape[1] // 2, {found.projection: whole}
+    half, parts = part.shape[1] // 2, {tensor.projection: whole}
     if part.projection.startswith("gate_up"):
         parts = {"gate_proj": whole[:, :half], "up_proj": whole[:, half:]}
-    return all(torch.equal(one, parts[matrix][e]) for matrix, e, one in found.matrices(t))
+    return all(torch.equal(one, parts[matrix][e]) for matrix, e, one in tensor.matrices(t))

@@ -14,6 +14,7 @@ from torch import nn
 from ...encodings.encoded import plain
 from ...errors import OptionError
 from ...nn.frozen.adaptable import AdaptableModule
+from ...runtime import store
 
 
 def is_brought(module: nn.Module) -> bool:
@@ -43,7 +44,8 @@ def put_on_disk(module: nn.Module, name: str) -> None:
         )
     parameters = dict(module.named_parameters(recurse=False))
     file = Path(stored.save_folder, f"{name}.safetensors")
-    save_file({key: plain(p) for key, p in parameters.items()}, file)
+    with store.whole(file) as unfinished:
+        save_file({key: plain(p) for key, p in parameters.items()}, unfinished)
     for key, p in parameters.items():
         stored.index[f"{name}.{key}"] = {"safetensors_file": str(file), "weight_name": key}
         setattr(module, key, nn.Parameter(plain(p).to("meta"), requires_grad=False))

@@ -38,14 +38,14 @@ def _encoded(x: Tensor, kept: Quantized) -> Quantized:
     matrix, unless rows share scales of blocks.
     """
     scale = next((t for part, t in kept.named() if part.of_matrix), None)
-    made = quantize(x, kept.encoding, scale)
+    resized = quantize(x, kept.encoding, scale)
     parts = [
         (old, new)
-        for (part, old), new in zip(kept.named(), made, strict=True)
+        for (part, old), new in zip(kept.named(), resized, strict=True)
         if not part.of_matrix
     ]
     if all(len(new) == len(x) for _, new in parts):
         for old, new in parts:
             n = min(len(old), len(new))
             new[:n] = old[:n]
-    return made
+    return resized

@@ -128,12 +128,12 @@ def experts_from(
     activation_format = (config or NVFP4Config()).activation_format
     activation = None if contract.post_expert_norm else activation_of(module)
     if activation is None:
-        made: Projections = CustomExperts(
+        replacement: Projections = CustomExperts(
             up, down, module, activation_format, up_bias=up_bias, down_bias=down_bias
         )
     else:
         cls = NVFP4Experts if up.encoding == NVFP4 else Experts
-        made = cls(
+        replacement = cls(
             up,
             down,
             activation_format,
@@ -141,9 +141,9 @@ def experts_from(
             down_bias=down_bias,
             activation=activation,
         )
-    made.transposed = contract.transposed
-    made.interleaved = contract.has_gate and not contract.concatenated
-    return made.train(module.training)
+    replacement.transposed = contract.transposed
+    replacement.interleaved = contract.has_gate and not contract.concatenated
+    return replacement.train(module.training)
 
 
 def need_contract(module: nn.Module) -> ExpertsContract:
@@ -168,8 +168,8 @@ def need_contract(module: nn.Module) -> ExpertsContract:
         )
     tensors = {
         name
-        for found in (module.named_parameters, module.named_buffers)
-        for name, _ in found(recurse=False)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, _ in named(recurse=False)
     }
     if unknown := sorted(n for n in tensors - {*contract.names} if not n.endswith(FROZEN)):
         raise UnsupportedError(
@@ -192,8 +192,8 @@ def _check_shapes(
         )
     if (up_bias is not None) != contract.has_bias or (down_bias is not None) != contract.has_bias:
         wanted = "biases of both projections" if contract.has_bias else "no biases"
-        given = [name for name, bias in (("up", up_bias), ("down", down_bias)) if bias is not None]
+        there = [name for name, bias in (("up", up_bias), ("down", down_bias)) if bias is not None]
         raise ShapeError(
-            f"biases of {' and '.join(given) or 'no projection'}",
+            f"biases of {' and '.join(there) or 'no projection'}",
             expected=f"{wanted}, as the module",
         )

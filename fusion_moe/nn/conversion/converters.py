@@ -36,7 +36,7 @@ def by_contract(
         rounded(contract.up(up), config.encoding, 1 + contract.has_gate, scales=config.scales),
         rounded(contract.down(down), config.encoding, scales=config.scales),
     )
-    made = experts_from(
+    result = experts_from(
         experts,
         of_up,
         of_down,
@@ -44,16 +44,16 @@ def by_contract(
         down_bias,
         config,
     )
-    made.scales = config.scales
-    return made
+    result.scales = config.scales
+    return result
 
 
 def linear_layer(linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
     """A linear layer of torch, weight [N, K]; activations stay in 16 bits."""
     weight = rounded(linear.weight[None], config.encoding, scales=config.scales)
-    made = QuantizedLinear(weight.of(t[0] for t in weight), linear.bias)
-    made.scales = config.scales
-    return made
+    result = QuantizedLinear(weight.of(t[0] for t in weight), linear.bias)
+    result.scales = config.scales
+    return result
 
 
 DECORATED = "experts that use_experts_implementation decorates, grouped linear layers"
@@ -99,7 +99,7 @@ def _named(module: nn.Module) -> Converter | str | None:
 @cache
 def _by_name() -> Mapping[str, Converter | str]:
     """By names of classes: other libraries need not be imported to look at a model."""
-    return {name: found for ask in plugins.converters for name, found in ask().items()}
+    return {name: converter for ask in plugins.converters for name, converter in ask().items()}
 
 
 def convert(
@@ -157,30 +157,30 @@ def _made(
             where=name or kind,
         )
     try:
-        made = converter(module, config or NVFP4Config()).train(module.training)
+        replacement = converter(module, config or NVFP4Config()).train(module.training)
     except Error as error:
         raise error.at(name or kind) from None
-    encodings = [m.encoding for m in made.modules() if isinstance(m, PackedModule)]
+    encodings = [m.encoding for m in replacement.modules() if isinstance(m, PackedModule)]
     if config is not None and encodings != [config.encoding] * len(encodings):
         raise UnsupportedError(
             f"{kind}, which becomes {encodings[0].name}",
             expected=config.encoding.name,
             where=name or kind,
         )
-    return made
+    return replacement
 
 
 def without_memory(module: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device. Everything else is shared."""
-    made = copy.copy(module)
-    made._parameters = {
+    result = copy.copy(module)
+    result._parameters = {
         name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"), False)
         for name, p in module._parameters.items()
     }
-    made._modules = {
+    result._modules = {
         name: None if m is None else without_memory(m) for name, m in module._modules.items()
     }
-    return made
+    return result
 
 
 def known_names() -> str:

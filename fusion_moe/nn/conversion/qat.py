@@ -157,52 +157,52 @@ class _Rounding:
             )
             for name, master, runs in self.masters(module)
         ]
-        made = by_contract(module, config, weights)
-        made.scales = self.scales
-        made.frozen_scales = any(name.endswith(FROZEN) for name, _ in module.named_buffers())
-        return made
+        result = by_contract(module, config, weights)
+        result.scales = self.scales
+        result.frozen_scales = any(name.endswith(FROZEN) for name, _ in module.named_buffers())
+        return result
 
     def prepare(self, module: nn.Module) -> None:
         """Makes the template, in the layout of the module's device."""
         self.made, self.seen = None, []
         device = module.get_parameter("down_proj").device
-        made: Any = self.quantized(without_memory(module), NVFP4Config())
+        template: Any = self.quantized(without_memory(module), NVFP4Config())
         wanted = options.current().target
         if device.type in TARGETS or wanted != "auto":
             layout = backends.find(wanted, device).weight_layout
-            if not made.why_not(LAYOUTS[layout]):
-                made.reform(layout=layout)
-        made.decided()
-        kind = type(made)
-        made.__class__ = type(kind.__name__, (_Template, kind), {})
-        for name in made.projections:
-            made.register_parameter(f"{name}_master", None)
-        made.straight_through = self.straight_through
-        self.template = made
+            if not template.why_not(LAYOUTS[layout]):
+                template.reform(layout=layout)
+        template.decided()
+        kind = type(template)
+        template.__class__ = type(kind.__name__, (_Template, kind), {})
+        for name in template.projections:
+            template.register_parameter(f"{name}_master", None)
+        template.straight_through = self.straight_through
+        self.template = template
 
     def tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """The parameters of the template, computed from the module's."""
-        made = self.template
-        found: dict[str, Tensor] = {}
+        template = self.template
+        results: dict[str, Tensor] = {}
         for name, master, runs in self.masters(module):
             shape = master.shape[1], master.shape[2]
-            padding = made.forms[name].padding or Padding(shape, shape)
+            padding = template.forms[name].padding or Padding(shape, shape)
             parts = torch.ops.fusion_moe.encode_weight(
                 master.detach(),
                 self.encoding.name,
-                made.weight_layout,
+                template.weight_layout,
                 runs,
                 [*padding.padded, padding.runs],
                 getattr(module, _scale_of(name), None),
                 self.scales,
             )
-            found |= zip(made.part_names[name], parts, strict=True)
-            found[f"{name}_master"] = padding.pad_rows(padding.pad_columns(master), -2)
+            results |= zip(template.part_names[name], parts, strict=True)
+            results[f"{name}_master"] = padding.pad_rows(padding.pad_columns(master), -2)
         if self.contract.has_bias:
             up, down = self.contract.names[2:]
-            found[up] = self.contract.up(module.get_parameter(up))
-            found[down] = module.get_parameter(down)
-        return found | {name: p for name, p in module.named_parameters() if "." in name}
+            results[up] = self.contract.up(module.get_parameter(up))
+            results[down] = module.get_parameter(down)
+        return results | {name: p for name, p in module.named_parameters() if "." in name}
 
     def cached(self, module: nn.Module) -> nn.Module:
         """The module with memory, made again if a parameter changed."""
@@ -231,8 +231,8 @@ class RoundedExperts(nn.Module):
         if torch.is_grad_enabled():
             how.made = None  # a step may follow whose writes no version counts
             return functional_call(how.template, how.tensors(self), rows)
-        made: Tensor = how.cached(self)(*rows)
-        return made
+        y: Tensor = how.cached(self)(*rows)
+        return y
 
     def as_quantized(self, config: QuantizationConfig) -> Projections:
         """The module that `quantize_` replaces this one by."""
@@ -259,8 +259,8 @@ class _Template(Projections):
         return [*super()._parts(weight), master]
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:
-        given: dict[str, Any] = super()._arguments(like)  # type: ignore[misc]
-        return given | {"straight_through": self.straight_through}
+        arguments: dict[str, Any] = super()._arguments(like)  # type: ignore[misc]
+        return arguments | {"straight_through": self.straight_through}
 
 
 # The operation that rounds ------------------------------------------------------------------------

@@ -53,10 +53,10 @@ def round_(
     """x float [G, N, K] -> its parts, some runs of rows by themselves; by kernels in a layout."""
     x = x if runs == 1 else x.unflatten(1, (runs, -1))
     if x.numel() and by_kernels(x.device, encoding, scales):
-        made = _by_program(x, encoding, matrix_scale, layout)
+        parts = _by_program(x, encoding, matrix_scale, layout)
     else:
-        made = quantize_weight(x, encoding, matrix_scale, scales)
-    return [t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in made.named()]
+        parts = quantize_weight(x, encoding, matrix_scale, scales)
+    return [t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in parts.named()]
 
 
 def by_kernels(device: torch.device, encoding: Encoding, scales: str) -> bool:
@@ -70,10 +70,10 @@ def _by_program(
     """x float[..., N, K] -> the same in an encoding and a layout, by the kernels of the device."""
     *lead, n, k = x.shape
     source = _program(n, k, x.dtype, encoding.name, layout, matrix_scale is not None)
-    given = [x.reshape(-1, n, k), *([] if matrix_scale is None else [matrix_scale.reshape(-1)])]
-    made = torch.ops.fusion_moe.run(source, [t.contiguous() for t in given], [len(given[0])])
+    inputs = [x.reshape(-1, n, k), *([] if matrix_scale is None else [matrix_scale.reshape(-1)])]
+    outputs = torch.ops.fusion_moe.run(source, [t.contiguous() for t in inputs], [len(inputs[0])])
     of_matrix = [] if matrix_scale is None else [matrix_scale]
-    return Quantized(*(t.unflatten(0, lead) for t in made), *of_matrix, encoding=encoding)
+    return Quantized(*(t.unflatten(0, lead) for t in outputs), *of_matrix, encoding=encoding)
 
 
 @lru_cache
@@ -86,9 +86,9 @@ def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, sca
         scales = [fd.define_tensor(shape=[count], dtype="f32")]
     elif encoding == NVFP4.name:
         scales = [fd.ops.decode_scale(x, encoding=encoding)]
-    made = fd.ops.quantize(x, *scales, encoding=encoding)
+    weight = fd.ops.quantize(x, *scales, encoding=encoding)
     if layout != "linear":
-        made = fd.ops.relayout(made, layout=layout)
-    for part in (*fd.ops.unpack(made), *([] if scaled else scales)):
+        weight = fd.ops.relayout(weight, layout=layout)
+    for part in (*fd.ops.unpack(weight), *([] if scaled else scales)):
         fd.add_output(part)
     return text(fd.fusion())

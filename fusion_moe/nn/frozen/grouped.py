@@ -53,9 +53,9 @@ class NVFP4GroupedLinear(AdaptableModule):
     ):
         super().__init__()
         if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
-            found = "" if bias is None else f" and bias {list(bias.shape)}"
+            of_bias = "" if bias is None else f" and bias {list(bias.shape)}"
             raise ShapeError(
-                f"weight {list(weight.shape)}{found}",
+                f"weight {list(weight.shape)}{of_bias}",
                 expected="[G, N, K] and [G, N]",
                 where=type(self).__name__,
             )
@@ -77,9 +77,9 @@ class NVFP4GroupedLinear(AdaptableModule):
         """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized, by "max" bit
         for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
         """
-        made = cls(rounded(weight, NVFP4, scales=scales), bias, activation_format)
-        made.scales = scales
-        return made
+        result = cls(rounded(weight, NVFP4, scales=scales), bias, activation_format)
+        result.scales = scales
+        return result
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N];

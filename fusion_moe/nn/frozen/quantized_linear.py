@@ -35,8 +35,8 @@ class QuantizedLinear(PackedModule):
     def __init__(self, weight: Quantized, bias: Tensor | None = None):
         super().__init__()
         if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            found = "" if bias is None else f" and bias {list(bias.shape)}"
-            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
+            of_bias = "" if bias is None else f" and bias {list(bias.shape)}"
+            raise ShapeError(f"weight {list(weight.shape)}{of_bias}", expected="[N, K] and [N]")
         self.out_features, self.in_features = weight.shape
         names = ("weight", "weight_scale", "weight_scale_2")[: len(weight)]
         self.hold("weight", names, weight)

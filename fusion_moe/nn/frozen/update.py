@@ -84,9 +84,9 @@ def update_weights_(
     else:
         updates = _checked(places, tensors)
     try:
-        for place, given in updates:
+        for place, new in updates:
             begun.append(place)
-            place.write(given)
+            place.write(new)
     except BaseException:
         for place in begun:
             place.spoil()
@@ -161,18 +161,18 @@ class _Place:
         """How the module that this one was converted from stores the numbers of a weight."""
         return self.module.view_of(self.weight) if self.weight else View()
 
-    def has_numbers(self, given: Mapping[str, Tensor]) -> bool:
+    def has_numbers(self, new: Mapping[str, Tensor]) -> bool:
         """Whether this is given as numbers, not as the parts of a weight."""
-        elements = given.get(self.names[0])
+        elements = new.get(self.names[0])
         return elements is not None and (self.encoding is None or elements.dtype in FLOATS)
 
-    def check(self, given: dict[str, Tensor]) -> None:
+    def check(self, new: dict[str, Tensor]) -> None:
         """Raises what `update_weights_` says. Bytes become views as the floats that they are."""
         encoding, name = self.encoding, self.where + self.names[0]
         for key in self.names:
             _need_memory(self.where + key, getattr(self.module, key))
-        if encoding is not None and not (self.has_numbers(given) and len(given) == 1):
-            self._check_parts(given, encoding)
+        if encoding is not None and not (self.has_numbers(new) and len(new) == 1):
+            self._check_parts(new, encoding)
             return
         of_matrix = encoding is not None and any(part.of_matrix for part in encoding.parts)
         if of_matrix and self.sharding is not None and not self.sharding.adaptable:
@@ -182,7 +182,7 @@ class _Place:
                 todo="parallelize_ with plan='ep', or divide the model after it is quantized again",
                 where=_WHERE,
             )
-        (t,), (own, *_) = given.values(), self.own
+        (t,), (own, *_) = new.values(), self.own
         shape = self.shape if not self.view.transposed else (*self.shape[:-2], *self.shape[:-3:-1])
         _need_shape(name, tuple(t.shape), shape, self.view.transposed)
         if t.dtype != own.dtype and not (t.dtype in FLOATS and (encoding or own.dtype in FLOATS)):
@@ -195,9 +195,9 @@ class _Place:
                     cast = t.detach().to(own.dtype)
                     check_finite(cast, encoding or F32, f"{name} in {own.dtype}")
 
-    def _check_parts(self, given: dict[str, Tensor], encoding: Encoding) -> None:
+    def _check_parts(self, new: dict[str, Tensor], encoding: Encoding) -> None:
         names = [self.where + name for name in self.names]
-        elements, stored = given.get(self.names[0]), encoding.parts[0].dtype
+        elements, stored = new.get(self.names[0]), encoding.parts[0].dtype
         known = *FLOATS, stored, torch.uint8
         if elements is not None and elements.dtype not in known:
             raise DtypeError(
@@ -206,16 +206,16 @@ class _Place:
                 f"{stored} with their scales",
                 where=_WHERE,
             )
-        if missing := [self.where + name for name in self.names if name not in given]:
+        if missing := [self.where + name for name in self.names if name not in new]:
             raise CheckpointError(
-                f"{', '.join(self.where + name for name in given)} without {', '.join(missing)}",
+                f"{', '.join(self.where + name for name in new)} without {', '.join(missing)}",
                 expected=f"{names[0]} in float32, bfloat16 or float16, or all of "
                 f"{', '.join(names)}",
                 where=_WHERE,
             )
         for name, part in zip(self.names, encoding.parts, strict=True):
-            given[name] = self.module._as_stored(given[name], part)
-        parts = [given[name].detach() for name in self.names]
+            new[name] = self.module._as_stored(new[name], part)
+        parts = [new[name].detach() for name in self.names]
         _need_shape(
             names[0], check_parts(parts, encoding, where=f"{_WHERE}: {names[0]}"), self.shape
         )
@@ -224,19 +224,19 @@ class _Place:
                 _need_shape(name, tuple(t.shape), tuple(own.shape))
             check_part_scales(part, t, name)
 
-    def write(self, given: Mapping[str, Tensor]) -> None:
+    def write(self, new: Mapping[str, Tensor]) -> None:
         """Puts checked tensors in place, a panel of matrices at a time."""
         own, encoding = self.own, self.encoding
         with torch.inference_mode(own[0].is_inference()), torch.no_grad():
             if encoding is None:
                 if self.sharding is None or self.sharding.has(self.names[0]):
-                    own[0].copy_(given[self.names[0]])
+                    own[0].copy_(new[self.names[0]])
                 return
             to = self.module.forms[self.weight]
-            weight = Weight([given[name] for name in self.names if name in given], Form(encoding))
-            if self.has_numbers(given):
+            weight = Weight([new[name] for name in self.names if name in new], Form(encoding))
+            if self.has_numbers(new):
                 to = replace(to, runs=self.module.rounded_runs(self.weight))
-                weight = Weight.of_numbers(given[self.names[0]], self.view)
+                weight = Weight.of_numbers(new[self.names[0]], self.view)
             weight.to(to, own, own[-1] if self.module.frozen_scales else None, self.module.scales)
 
     def spoil(self) -> None:
@@ -251,16 +251,16 @@ class _Place:
 
 
 def _need_shape(
-    name: str, found: tuple[int, ...], want: tuple[int, ...], transposed: bool = False
+    name: str, shape: tuple[int, ...], want: tuple[int, ...], transposed: bool = False
 ) -> None:
-    if found != want:
+    if shape != want:
         todo = ""
-        if sorted(found) == sorted(want):
+        if sorted(shape) == sorted(want):
             stored = ("[E, N, K]", "[E, K, N]")[:: -1 if transposed else 1]
             todo = f"numbers are {stored[0]} here: transpose what is stored {stored[1]}"
         like = "float module that this one was converted from" if transposed else "module"
         raise ShapeError(
-            f"{name} is {list(found)}",
+            f"{name} is {list(shape)}",
             expected=f"{list(want)}, as the {like}",
             todo=todo,
             where=_WHERE,
@@ -314,22 +314,22 @@ def _need_same(name: str, t: Tensor, own: Tensor) -> None:
 
 def _places(module: nn.Module) -> dict[str, _Place]:
     """By the names of a state dict, all that an update may change."""
-    found: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
         where, turned = f"{name}." if name else "", getattr(owner, "interleaved", False)
         for key, t in (*owner._parameters.items(), *owner._buffers.items()):
             if t is not None and key not in owner._non_persistent_buffers_set:
                 bias_of = "gate_up" if turned and key == "gate_up_proj_bias" else ""
-                found[where + key] = _Place(owner, (key,), where, bias_of=bias_of)
+                places[where + key] = _Place(owner, (key,), where, bias_of=bias_of)
         if isinstance(owner, PackedModule):
             for weight, keys in owner.part_names.items():
-                found |= dict.fromkeys(
+                places |= dict.fromkeys(
                     (where + key for key in keys), _Place(owner, keys, where, weight)
                 )
         if isinstance(owner, AdaptableModule):
-            others = {where + name: found[where + key] for name, key in owner.renamed.items()}
-            found = others | found
-    return found
+            others = {where + name: places[where + key] for name, key in owner.renamed.items()}
+            places = others | places
+    return places
 
 
 def _checked(
@@ -357,18 +357,18 @@ def _checked(
                 where=_WHERE,
             )
         t = _of_rank(place, name, plain(t))
-        given, key = waiting.setdefault(place, {}), name.removeprefix(place.where)
-        given[key if key in place.names else place.names[0]] = t
-        if place.has_numbers(given) or len(given) == len(place.names):
-            place.check(given)
-            if place.weight and not place.has_numbers(given):
+        new, key = waiting.setdefault(place, {}), name.removeprefix(place.where)
+        new[key if key in place.names else place.names[0]] = t
+        if place.has_numbers(new) or len(new) == len(place.names):
+            place.check(new)
+            if place.weight and not place.has_numbers(new):
                 as_parts.add((place.module, place.weight))
             if place.bias_of:
                 biases[place] = waiting.pop(place)[place.names[0]].clone()
             else:
                 yield place, waiting.pop(place)
-    for place, given in waiting.items():
-        place.check(given)  # raises: parts are missing
+    for place, new in waiting.items():
+        place.check(new)  # raises: parts are missing
     for place, t in biases.items():
         stored = (place.module, place.bias_of) in as_parts
         t = t if stored else place.module.view_of(place.bias_of).unpack(t)[0]

@@ -151,11 +151,11 @@ class Weight:
         kernels = recodes and self._rounds_to(form, scales, (into or parts)[0].device)
         if kernels and not into:  # nothing to copy
             (x,) = self.form.unpack([t.detach() for t in parts])
-            made = round_(
+            encoded = round_(
                 x.contiguous(), form.encoding, form.runs, matrix_scale, form.layout, scales
             )
             shapes = self._shapes(form)
-            return Weight([t.reshape(s) for t, s in zip(made, shapes, strict=True)], form)
+            return Weight([t.reshape(s) for t, s in zip(encoded, shapes, strict=True)], form)
         moved = None if into or recodes else 1 + len(form.encoding.block_scales)
         own = [*into] or [*self.empty(form)[:moved], *(parts[moved:] if moved else ())]
         lost = [
@@ -284,5 +284,5 @@ def rounded(
     CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
     """
     check_floats(x, encoding)
-    made = Weight.of_numbers(x).to(Form(encoding, layout, runs=runs), (), matrix_scale, scales)
-    return Quantized(*made.parts, encoding=encoding)
+    weight = Weight.of_numbers(x).to(Form(encoding, layout, runs=runs), (), matrix_scale, scales)
+    return Quantized(*weight.parts, encoding=encoding)

@@ -92,7 +92,7 @@ def add_(module: PackedModule, deltas: Mapping[str, Delta], where: str) -> Tenso
     Returns the squared norms of what rounding lost and of what was added: f32 [2].
     """
     sums = {name: _sum(module, name, delta, f"{where}.{name}") for name, delta in deltas.items()}
-    write_(module, {name: made for name, (made, _) in sums.items()})
+    write_(module, {name: merged for name, (merged, _) in sums.items()})
     return torch.stack([norms for _, norms in sums.values()]).sum(0)
 
 
@@ -113,13 +113,13 @@ def _sum(
     """
     weight = module.value_of(name)
     form = replace(weight.form, runs=module.rounded_runs(name))
-    made = Weight([torch.empty_like(t) for t in weight.natural], form)
-    norms = torch.zeros(2, device=made.parts[0].device)
-    for e, (old, new) in enumerate(zip(weight.matrices(), made.matrices(), strict=True)):
+    merged = Weight([torch.empty_like(t) for t in weight.natural], form)
+    norms = torch.zeros(2, device=merged.parts[0].device)
+    for e, (old, new) in enumerate(zip(weight.matrices(), merged.matrices(), strict=True)):
         added = delta(e).to(norms.device)
         total = dequantize(old.linear) + added
         check_finite(total, form.encoding, where)
         Weight.of_numbers(total).to(form, new.parts, scales=module.scales)
         error = dequantize(new.linear) - total
         norms += torch.stack([error.square().sum(), added.square().sum()])
-    return made.parts, norms
+    return merged.parts, norms

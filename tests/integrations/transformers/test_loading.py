@@ -5,6 +5,7 @@ saved, loaded again.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -576,8 +577,14 @@ def test_experts_alone_on_disk(tmp_path):
     directory = MADE / "modelopt-qwen3_moe"
     load = partial(AutoModelForCausalLM.from_pretrained, directory, device_map=EXPERTS_ON_DISK)
     model = load(offload_folder=tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["model.layers.0.mlp.experts.safetensors"]
+    (file,) = tmp_path.iterdir()
+    assert file.name == "model.layers.0.mlp.experts.safetensors"
     assert torch.equal(logits(model), logits(from_pretrained(directory)))
+    before = file.stat().st_ino
+    os.link(file, tmp_path / "before")
+    load(offload_folder=tmp_path)  # a new file takes its place whole; who reads the old one has it
+    assert (tmp_path / "before").stat().st_ino == before != file.stat().st_ino
+    assert len([*tmp_path.iterdir()]) == 2
     with pytest.raises(UnsupportedError, match="adapters for .*; expected encoded weights in mem"):
         fusion_moe.nn.add_lora_(model, 4)
     with pytest.raises(UnsupportedError, match="weights = 'fp8' for .*; expected encoded weights"):

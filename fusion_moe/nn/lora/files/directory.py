@@ -79,17 +79,15 @@ def load_lora_(
     # what has no place is refused first
     names = [*sorted(named - modules.keys()), *(name for name in modules if name in named)]
     planned = {name: _planned(name, modules, config, tensors) for name in names}
-    if lost := tensors.keys() - {key for name, its in planned.items() for key in _keys(name, its)}:
+    if lost := tensors.keys() - {key for name, of in planned.items() for key in _keys(name, of)}:
         raise CheckpointError(
             f"{min(lost)} has no place",
             expected="adapters of experts alone",
             where=str(path / TENSORS),
         )
-    places = [(name, projection) for name, its in planned.items() for projection in its]
+    places = [(name, projection) for name, of in planned.items() for projection in of]
     factors = [
-        pair
-        for name, its in planned.items()
-        for pair in _factors(name, modules[name], its, tensors)
+        pair for name, of in planned.items() for pair in _factors(name, modules[name], of, tensors)
     ]
     adapters = adapt_(model, places, config.rank, config.alpha, dtype)
     for adapter, (a, b) in zip(adapters, factors, strict=True):
