@@ -110,7 +110,7 @@ def _modules(root: Path) -> tuple[Any, ...]:
     """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers and messages.progress,
     without the packages around them, which need torch.
     """
-    for name in ("fusion_moe", "fusion_moe.backends", "fusion_moe.backends.cpu"):
+    for name in ("fusion_moe", *(f"fusion_moe.backends{n}" for n in ("", ".cpu", ".cxx"))):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
     modules = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
@@ -275,31 +275,17 @@ class _Multiple:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.part, name)
 
-    def __add__(self, other: Any) -> Any:
-        return _combined("add", self, other)
+    def _with(self, other: Any, name: str) -> Any:
+        with as_plain_tensors():
+            return _average(getattr(torch, name), name, _AVERAGES[name], (self, other), {})
 
-    def __radd__(self, other: Any) -> Any:
-        return _combined("add", self, other)
-
-    def __sub__(self, other: Any) -> Any:
-        return _combined("sub", self, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return _combined("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _combined("mul", self, other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _combined("div", self, other)
+    __add__ = __radd__ = partialmethod(_with, name="add")
+    __sub__ = partialmethod(_with, name="sub")
+    __mul__ = __rmul__ = partialmethod(_with, name="mul")
+    __truediv__ = partialmethod(_with, name="div")
 
 
 _Part = (Encoded, _Multiple)
-
-
-def _combined(name: str, *args: Any) -> Any:
-    with as_plain_tensors():
-        return _average(getattr(torch, name), name, _AVERAGES[name], args, {})
 
 
 class _NoAverage(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..definitions.operations import each_tensor
 from ..encodings.encoded import plain
-from ..nn.frozen.experts import Experts
+from ..nn import Experts
 from .long_steps import missed_of
 from .split import Constants, Split, split
 from .steps import Steps, steps_of

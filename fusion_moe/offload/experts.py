@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the tracer
 
 from ..errors import Error, UnsupportedError
-from ..nn import checks
-from ..nn.frozen.experts import Experts
+from ..nn import Experts, checks
 from ..runtime import cuda
 from . import training
 from .buffers import Buffers

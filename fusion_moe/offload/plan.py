@@ -17,7 +17,7 @@ from torch import nn
 from ..checkpoints import Directory, all_eight_bits, number, predicts_further_tokens, weights_in
 from ..errors import OptionError, UnsupportedError
 from ..messages import amount, count
-from ..nn.frozen.experts import Experts
+from ..nn import Experts
 from ..runtime.host_memory import pages
 from .machine import Machine
 from .split import split

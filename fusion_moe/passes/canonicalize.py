@@ -90,11 +90,6 @@ def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Va
     )
 
 
-def _straight_through(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]:
-    """The weight itself: its master matters to derivatives only."""
-    return (inputs[0],)
-
-
 def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Scales depend on values, not on their dtype: an exact widening does nothing, as before
     products.
@@ -149,6 +144,7 @@ _RULES = {
     "partition": _partition,
     "index_select": _gather,
     "quantize": _quantize,
-    "straight_through": _straight_through,
+    # the weight itself: its master matters to derivatives only
+    "straight_through": lambda fd, op, inputs: inputs[:1],
     **dict.fromkeys(_PRODUCTS, _product),
 }

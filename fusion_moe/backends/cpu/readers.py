@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedError
 from ...runtime import build
-from ..cxx import order_struct
+from ..cxx.orders import order_struct
 
 if TYPE_CHECKING:
     from ...encodings import Encoding, Scale

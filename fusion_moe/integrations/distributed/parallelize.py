@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import OptionError, UnsupportedError, need_one_of
-from ...nn import Experts
-from ...nn.conversion.contract import contract_of
+from ...nn import Experts, contract_of
 from ...nn.conversion.traced_activation import activation_of
 from ...nn.frozen.projections import Projections
 from .all_to_all import AllToAll

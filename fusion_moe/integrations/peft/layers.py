@@ -14,7 +14,6 @@ from ...errors import UnsupportedError
 from ...nn.frozen.packed import PackedModule
 from ...nn.lora.files.factors import a_from_peft, b_from_peft, to_peft
 from ...nn.lora.merging import add_, write_
-from ...nn.trained.activations import deinterleave, interleave
 
 # what rounding lost of what merging added, by the name of a weight
 losses: ContextVar[dict[str, Tensor] | None] = ContextVar("fusion_moe_losses", default=None)
@@ -188,17 +187,14 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
 
     def _b(self, adapter_name: str) -> Tensor:
         weight = self.lora_B.get_parameter(f"{adapter_name}.weight")
-        b = b_from_peft(weight, self.num_experts)
-        return deinterleave(b, 1, 1) if self._interleaved else b
-
-    @property
-    def _interleaved(self) -> bool:
-        return bool(self._packed.view_of(self.encoded).interleaved)
+        return self._packed.view_of(self.encoded).deinterleave(
+            b_from_peft(weight, self.num_experts)
+        )
 
     def fill_(self, a: Tensor, b: Tensor) -> None:
         """Gives the one adapter A [E, r, K] and B [E, N, r]."""
         (name,) = self._active
-        factors = to_peft(a, interleave(b, 1, 1) if self._interleaved else b)
+        factors = to_peft(a, self._packed.view_of(self.encoded).interleave(b))
         with torch.no_grad():
             for layers, t in zip((self.lora_A, self.lora_B), factors, strict=True):
                 layers.get_parameter(f"{name}.weight").copy_(t)

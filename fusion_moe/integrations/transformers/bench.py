@@ -21,8 +21,7 @@ from ...checkpoints.conversion import dense_tensors
 from ...errors import Error
 from ...messages import count, phase
 from ...messages.progress import progress
-from ...nn import Experts, prepare_, quantize_
-from ...nn.config import QuantizationConfig
+from ...nn import Experts, QuantizationConfig, prepare_, quantize_
 from ...plugins import message
 from ..thunder import need_thunder
 from .decoding import Decoder, captured, share_keys_

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ...messages.progress import progress
-from ...nn.conversion.contract import contract_of
+from ...nn import contract_of
 from ...nn.frozen.projections import Projections
 from .decoding import check_ids
 

@@ -22,7 +22,7 @@ from ...checkpoints import TEXT_MODEL, Directory
 from ...checkpoints.families import Experts, Family, InFloats
 from ...checkpoints.fused import FusedOrder
 from ...errors import UnsupportedError
-from ...nn.conversion.contract import ExpertsContract
+from ...nn import ExpertsContract
 from .config import set_quantization
 from .loading import configuration, is_known, on_meta
 from .names import live_names

@@ -13,9 +13,7 @@ from transformers.core_model_loading import ConversionOps
 from ...encodings import check_finite
 from ...errors import Error
 from ...messages import skipping
-from ...nn import quantize_
-from ...nn.config import QuantizationConfig
-from ...nn.conversion.contract import ExpertsContract, contract_of
+from ...nn import ExpertsContract, QuantizationConfig, contract_of, quantize_
 from ...nn.frozen.packed import PackedModule
 from ...nn.frozen.weight import rounded
 

@@ -29,10 +29,16 @@ from ...encodings import NVFP4, Encoding, Quantized
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError, ShapeError, UnsupportedError
 from ...messages import log, some
-from ...nn import Llama4MoE, QuantizedLinear
-from ...nn.config import NVFP4Config, QuantizationConfig
-from ...nn.conversion.contract import ExpertsContract, contract_of
-from ...nn.conversion.converters import by_contract, convert
+from ...nn import (
+    ExpertsContract,
+    Llama4MoE,
+    NVFP4Config,
+    QuantizationConfig,
+    QuantizedLinear,
+    contract_of,
+    convert,
+)
+from ...nn.conversion.converters import by_contract
 from ...nn.frozen.packed import PackedModule
 from ...nn.frozen.projections import Projections
 from .names import any_of, live_names, of_heads

@@ -27,8 +27,7 @@ from ...checkpoints.configurations import PRODUCER, modelopt_config
 from ...checkpoints.written import GPT_OSS, Form, form_of
 from ...encodings import MXFP4, NVFP4, Encoding
 from ...errors import OptionError, UnsupportedError
-from ...nn import QuantizedLinear
-from ...nn.conversion.contract import contract_of
+from ...nn import QuantizedLinear, contract_of
 from ...nn.frozen.packed import PackedModule
 from ...nn.frozen.projections import Projections
 from .names import parameter_of

@@ -18,6 +18,7 @@ from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError
 from ...messages import some
 from ...nn.frozen.packed import PackedModule
+from ...nn.frozen.weight import View
 
 # experts in floats beside those that are encoded
 FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", PLAIN, cast=torch.float32),))
@@ -30,14 +31,14 @@ class Row(NamedTuple):
     """A parameter, or a buffer, and its tensors in files: `part.suffix` follows each of the names.
 
     Their rows follow one another. `*` in a name stands for the number of an expert; a name without
-    it has all of them. interleaved: rows of gate and up alternate in the file. scheme: of elements,
-    beside which are its fixed tensors.
+    it has all of them. view: the order of rows in the file. scheme: of elements, beside which are
+    its fixed tensors.
     """
 
     parameter: str
     names: tuple[str, ...]
     part: StoredPart
-    interleaved: bool
+    view: View
     scheme: Scheme | None = None
 
 
@@ -74,6 +75,7 @@ class Source:
         """
         for weight, below in self.names.items():
             names = tuple(f"{self.name}.{one}".removesuffix(".") for one in below)
+            view = View(interleaved=self.interleaved and weight == "gate_up")
             tensors = {}
             if not self.rounds:
                 tensors = dict(zip(module.part_names[weight], self.scheme.parts, strict=True))
@@ -87,7 +89,7 @@ class Source:
                 )
             for key, part in tensors.items():
                 scheme = self.scheme if part is self.scheme.parts[0] else None
-                yield Row(key, names, part, self.interleaved and weight == "gate_up", scheme)
+                yield Row(key, names, part, view, scheme)
 
 
 def find_experts(

@@ -21,7 +21,6 @@ from ...errors import CheckpointError, NonFiniteError, UnsupportedError
 from ...nn.frozen.packed import PackedModule
 from ...nn.frozen.projections import Projections
 from ...nn.frozen.weight import rounded
-from ...nn.trained.activations import deinterleave, interleave
 from ...runtime.host_memory import pages
 from .on_load import layout_of
 from .sources import Row, Source, Weights
@@ -129,7 +128,7 @@ def _loaded(row: Row, module: PackedModule, read: Read, device: Any) -> Tensor:
     t = row.part.to_part(read(row.names[0] + row.part.suffix), n=len(like) if like.dim() else None)
     if isinstance(module, Projections) and t.dim():
         t = t[first : first + len(whole)]
-        t = _share(deinterleave(t, 1, 1) if row.interleaved else t, row, module, 1)
+        t = _share(row.view.deinterleave(t), row, module, 1)
     return whole.copy_(t)
 
 
@@ -202,8 +201,8 @@ def stored(row: Row, t: Tensor) -> Iterator[tuple[str, Tensor]]:
             expected="one scale for all experts",
             where=row.names[0],
         )
-    turned = row.interleaved and row.part.direction is None
-    yield from _with_fixed(row, row.names[0], interleave(t, 1, 1) if turned else t)
+    rows = t if row.part.direction else row.view.interleave(t)  # a matrix has one scale in files
+    yield from _with_fixed(row, row.names[0], rows)
 
 
 def _with_fixed(row: Row, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:

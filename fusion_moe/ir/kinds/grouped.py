@@ -227,14 +227,6 @@ def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
     return (out,)
 
 
-def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
-    return (y + _of_each_row(bias, ends, y.shape[0], outside=0.0),)
-
-
-def _mul(y: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
-    return (y * _of_each_row(scale, ends, y.shape[0], outside=1.0),)
-
-
 def _of_each_row(
     table: torch.Tensor, ends: torch.Tensor, rows: int, outside: float
 ) -> torch.Tensor:
@@ -334,8 +326,20 @@ TABLE = (
         role="grouped",
     ),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
-    OpKind("group_add", _add_type, _add, _add_grad, role="per_group"),
-    OpKind("group_mul", _mul_type, _mul, _mul_grad, role="per_group"),
+    OpKind(
+        "group_add",
+        _add_type,
+        lambda y, bias, ends: (y + _of_each_row(bias, ends, y.shape[0], outside=0.0),),
+        _add_grad,
+        role="per_group",
+    ),
+    OpKind(
+        "group_mul",
+        _mul_type,
+        lambda y, scale, ends: (y * _of_each_row(scale, ends, y.shape[0], outside=1.0),),
+        _mul_grad,
+        role="per_group",
+    ),
     OpKind(
         "group_sum",
         _sum_type,

@@ -334,10 +334,6 @@ def _straight_type(w: TensorType, master: TensorType, *turned: TensorType, how: 
     return (w,)
 
 
-def _straight_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [None, dy, *[None] * len(op.values[2:])]
-
-
 def _transpose_blocks_type(codes: TensorType, scales: TensorType) -> Types:
     """The parts of matrices in blocks of 128 x 128, codes f8e4m3[G, N, K] and the scale of each
     row of a block [G, N, K/128], -> those of the transposed matrices, [G, K, N] and [G, K, N/128];
@@ -401,10 +397,6 @@ def _scale_layout(layout: str) -> SF128x4:
     return scales
 
 
-def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Tensor]:
-    return (_scale_layout(layout).forward(x, ends),)
-
-
 def _relayout_type(x: TensorType, *ends: TensorType, layout: str) -> Types:
     """x nvfp4[M/g, K], ends -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in
     another layout
@@ -460,7 +452,7 @@ TABLE = (
         "straight_through",
         _straight_type,
         lambda w, master, *turned, how: (w,),
-        _straight_grad,
+        lambda fd, op, dy: [None, dy, *[None] * len(op.values[2:])],
         view=True,
         role="view",
     ),
@@ -488,6 +480,11 @@ TABLE = (
         view=True,
         role="view",
     ),
-    OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
+    OpKind(
+        "grouped_swizzle",
+        _swizzle_type,
+        lambda x, ends, layout: (_scale_layout(layout).forward(x, ends),),
+        role="layout",
+    ),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),
 )

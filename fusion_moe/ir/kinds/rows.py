@@ -127,10 +127,6 @@ def _zero_rest(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     )
 
 
-def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [fd.ops.zero_rest(dy, op.values[1]), None]
-
-
 def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None) -> Types:
     """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
@@ -220,13 +216,6 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
     return (TensorType((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype),)
 
 
-def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[Need]:
-    yield (
-        some_of(x.shape[dim], index.shape[0]),
-        f"{index.shape[0]} elements are selected from dimension {dim} of {x}, which has none",
-    )
-
-
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
     """A size that is negative if elements are wanted but there are none."""
     return plain(there) * 2**62 + plain(wanted) * -1
@@ -280,13 +269,6 @@ def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Ty
     return (acc.with_(shape=tuple(map(plain, acc.shape))),)
 
 
-def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> Iterator[Need]:
-    yield (
-        some_of(acc.shape[0], index.shape[0]),
-        f"{index.shape[0]} rows are added to {acc}, which has none",
-    )
-
-
 def _index_put(acc: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor]:
     if not index.is_cuda:
         check_slots(index, len(acc), "index")
@@ -326,10 +308,6 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
     for a, b in zip(slot_of.shape, w.shape, strict=True):
         need_same("size", "slot_of", a, "w", b)
     return (TensorType((plain(slot_of.shape[0]), y.shape[1]), accumulated(y.dtype)),)
-
-
-def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
-    yield some_of(y.shape[0], elements(slot_of.shape)), "slots select from y, which has no rows"
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
@@ -433,17 +411,23 @@ def _flat(fd: Any, x: Value) -> Value:
     return fd.ops.reshape(x, new_shape=(elements(x.type.shape),))
 
 
-def _partition_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [fd.ops.reshape(dy, new_shape=tuple(map(plain, dy.type.shape))), None]
-
-
 TABLE = (
     OpKind("ends", _ends_type, _ends, view=True, role="view"),
     OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
     OpKind(
-        "partition", _partition_type, lambda x, ends: (x,), _partition_grad, view=True, role="view"
+        "partition",
+        _partition_type,
+        lambda x, ends: (x,),
+        lambda fd, op, dy: [fd.ops.reshape(dy, new_shape=tuple(map(plain, dy.type.shape))), None],
+        view=True,
+        role="view",
     ),
-    OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
+    OpKind(
+        "zero_rest",
+        _zero_rest_type,
+        _zero_rest,
+        lambda fd, op, dy: [fd.ops.zero_rest(dy, op.values[1]), None],
+    ),
     OpKind("route", _route_type, _route, needs=_route_needs, role="routing", outputs=3),
     OpKind("place", _place_type, _place, needs=_place_needs, role="routing"),
     OpKind(
@@ -451,14 +435,25 @@ TABLE = (
         _index_select_type,
         _index_select,
         _index_select_grad,
-        _index_select_needs,
+        lambda x, index, dim: [
+            (
+                some_of(x.shape[dim], index.shape[0]),
+                f"{index.shape[0]} elements are selected from dimension {dim} of {x}, "
+                "which has none",
+            )
+        ],
         role="gather",
     ),
     OpKind(
         "index_put_accumulate",
         _index_put_type,
         _index_put,
-        needs=_index_put_needs,
+        needs=lambda acc, index, value: [
+            (
+                some_of(acc.shape[0], index.shape[0]),
+                f"{index.shape[0]} rows are added to {acc}, which has none",
+            )
+        ],
         role="scatter",
     ),
     OpKind("invert", _invert_type, _invert, role="routing"),
@@ -467,7 +462,12 @@ TABLE = (
         _combine_type,
         _combine,
         _combine_grad,
-        _combine_needs,
+        lambda y, slot_of, w: [
+            (
+                some_of(y.shape[0], elements(slot_of.shape)),
+                "slots select from y, which has no rows",
+            )
+        ],
         lambda op: 2 * elements((*op.values[1].type.shape, op.outputs[0].type.shape[1])),
         role="combine",
     ),

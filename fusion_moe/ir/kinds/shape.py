@@ -221,10 +221,6 @@ def _logsumexp(x: torch.Tensor) -> torch.Tensor:
     return wide(x).logsumexp(-1, keepdim=True).to(x.dtype)
 
 
-def _logsumexp_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [fd.ops.exp(op.values[0] - op.outputs[0]) * dy]
-
-
 def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, dims = op.values[0], op.attrs["dims"]
     places = tuple(i for i in range(len(x.type.shape)) if op.attrs["keepdim"] or i not in dims)
@@ -234,10 +230,6 @@ def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 def _permute_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     dims = op.attrs["dims"]
     return [fd.ops.permute(dy, dims=tuple(dims.index(i) for i in range(len(dims))))]
-
-
-def _reshape_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    return [fd.ops.reshape(dy, new_shape=op.values[0].type.shape)]
 
 
 def merged(shape: Sequence[Dim], keep: int) -> tuple[Dim, ...]:
@@ -253,7 +245,7 @@ TABLE = (
         "reshape",
         _reshape_type,
         lambda x, new_shape: (x.reshape(new_shape),),
-        _reshape_grad,
+        lambda fd, op, dy: [fd.ops.reshape(dy, new_shape=op.values[0].type.shape)],
         role="shape",
     ),
     OpKind(
@@ -294,7 +286,7 @@ TABLE = (
         "logsumexp",
         _logsumexp_type,
         lambda x: (_logsumexp(x),),
-        _logsumexp_grad,
+        lambda fd, op, dy: [fd.ops.exp(op.values[0] - op.outputs[0]) * dy],
         flops=lambda op: elements(op.values[0].type.shape),
         role="reduce",
     ),

@@ -53,12 +53,19 @@ class View:
 
     def pack(self, *parts: Tensor, encoding: Encoding | None = None) -> tuple[Tensor, ...]:
         """Gate above up -> as the float module has them."""
-        return tuple(self._turned(interleave(t, 1, 1) if self.interleaved else t) for t in parts)
+        return tuple(self._turned(self.interleave(t)) for t in parts)
 
     def unpack(self, *parts: Tensor, encoding: Encoding | None = None) -> tuple[Tensor, ...]:
         """The inverse."""
-        turned = map(self._turned, parts)
-        return tuple(deinterleave(t, 1, 1) if self.interleaved else t for t in turned)
+        return tuple(self.deinterleave(self._turned(t)) for t in parts)
+
+    def interleave(self, rows: Tensor) -> Tensor:
+        """Rows [E, N, ...], gate above up -> in the order of the float module's."""
+        return interleave(rows, 1, 1) if self.interleaved else rows
+
+    def deinterleave(self, rows: Tensor) -> Tensor:
+        """The inverse."""
+        return deinterleave(rows, 1, 1) if self.interleaved else rows
 
     def _turned(self, t: Tensor) -> Tensor:
         return t.mT if self.transposed and t.dim() == 3 else t

@@ -18,7 +18,6 @@ from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ....messages import destination
 from ...frozen.adaptable import AdaptableModule
 from ...local import gathered
-from ...trained.activations import deinterleave, interleave
 from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
 from .factors import a_from_peft, b_from_peft, peft_shapes, to_peft
@@ -132,7 +131,7 @@ def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     adapters, factors = dict(adapters_of(module)), list[Tensor]()
     for projection, adapter in adapters.items():
         a, b = gathered(adapter.A.detach()), gathered(adapter.B.detach())
-        factors += to_peft(a, interleave(b, 1, 1) if module.view_of(projection).interleaved else b)
+        factors += to_peft(a, module.view_of(projection).interleave(b))
     return zip(_keys(name, adapters), factors, strict=True)
 
 
@@ -227,8 +226,7 @@ def _factors(
     keys = _keys(name, projections)
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
         a = a_from_peft(tensors[key_a], _experts(module))
-        b = b_from_peft(tensors[key_b], _experts(module))
-        b = deinterleave(b, 1, 1) if module.view_of(projection).interleaved else b
+        b = module.view_of(projection).deinterleave(b_from_peft(tensors[key_b], _experts(module)))
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         yield a, b
