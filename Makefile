@@ -16,6 +16,8 @@ VLLM        ?=
 TORCH_INDEX ?=
 # Files in the order of tests/conftest.py, those that take long first: pytest-xdist would begin with those of many tests.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# The full lane runs beside the base lane, by one process: it has a fifth of the work, and tests of several processes leave CPUs idle.
+FULL_ARGS   ?= $(subst -n logical,-n 1,$(PYTEST_ARGS))
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translators tests/ops
 # What clang-format formats.
@@ -39,6 +41,9 @@ WHY_NOT  := $(if $(and $(VENV_FULL),$(filter full,$(LANES))),$(BIN)/python tools
 GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
+
+# Tests start a hundred processes, each of which would compile this library's Python again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-thunder vllm sglang check lint docs docs-links clean
 .NOTPARALLEL:
@@ -74,17 +79,20 @@ demo: $(VENV)/.ready-base
 
 test-all: ALL := --all
 test test-all: $(VENV)/.ready-test
-	@status=0; \
+	@status=0; lane=; log=$$(mktemp); trap 'rm -f "$$log"' EXIT; trap 'kill $$lane 2>/dev/null; exit 130' INT TERM; \
+	full=$$($(WHY_NOT)); \
+	if [ -n "$$full" ]; then full="did not run: $$full"; else \
+	    echo '== full lane, beside the other; its output follows: $(FULL)/python -m pytest $(ALL) $(FULL_ARGS)'; \
+	    { $(GET_FULL) || exit 99; exec $(FULL)/python -m pytest $(ALL) $(FULL_ARGS); } >"$$log" 2>&1 & lane=$$!; \
+	fi; \
 	echo '== base lane: $(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS)'; \
 	$(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS) || status=1; \
 	base="ran ($$($(BIN)/python $(VERSIONS) torch))"; \
-	full=$$($(WHY_NOT)); \
-	if [ -n "$$full" ]; then full="did not run: $$full"; \
-	elif ! $(GET_FULL); then full='did not run: its set-up failed'; status=1; \
-	else \
-	    echo '== full lane: $(FULL)/python -m pytest $(ALL) $(PYTEST_ARGS)'; \
-	    $(FULL)/python -m pytest $(ALL) $(PYTEST_ARGS) || status=1; \
-	    full="ran ($$($(FULL)/python $(VERSIONS) torch nvfuser-cu128-torch210 lightning-thunder))"; \
+	if [ -n "$$lane" ]; then \
+	    wait $$lane; code=$$?; [ $$code -eq 0 ] || status=1; \
+	    echo '== full lane'; cat "$$log"; \
+	    if [ $$code -eq 99 ]; then full='did not run: its set-up failed'; \
+	    else full="ran ($$($(FULL)/python $(VERSIONS) torch nvfuser-cu128-torch210 lightning-thunder))"; fi; \
 	fi; \
 	echo "lanes: base $$base; full $$full"; \
 	exit $$status

@@ -12,8 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,30 +28,25 @@ BLOCK = re.compile(
     r"-->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?",
     re.DOTALL,
 )
-END = "\f\n"  # printed after each block, from the empty line between two
-# Pages of one name run in one process, one after the other, each as a file of its own: importing
-# takes longer than most blocks.
-RUN = {
-    "translators": ("translators.md",),
-    "training": ("training.md",),
-    "checkpoints": ("checkpoints.md",),
-    "guides": (
-        "start/quickstart.md",
-        "start/first_compile.md",
-        *(f"guides/{name}.md" for name in ("generate", "memory", "export", "finetune")),
-        "guides/distributed.md",
-    ),
-    "reference": (
-        "reference/options.md",
-        "reference/errors.md",
-        "extend/backends.md",
-        "extend/converters.md",
-        "extend/encodings.md",
-        "extend/layouts.md",
-    ),
-    "cuda": ("guides/cuda_graphs.md",),
-}
-ONCE = {"guides", "reference", "training", "translators"}  # in the base lane alone
+END, LAST = (
+    "\f\n",
+    "\v\n",
+)  # printed after each block, from the empty line between two; after each page
+# They run in one process, one after the other, each as a file of its own: importing takes longer
+# than most blocks.
+PAGES = (
+    "checkpoints.md",
+    "start/quickstart.md",
+    "start/first_compile.md",
+    *(f"guides/{name}.md" for name in ("generate", "memory", "export", "finetune")),
+    "guides/distributed.md",
+    "guides/cuda_graphs.md",
+    "training.md",
+    "reference/options.md",
+    "reference/errors.md",
+    *(f"extend/{name}.md" for name in ("backends", "converters", "encodings", "layouts")),
+    "translators.md",
+)
 FILES = {"translators.md": "geglu.py"}  # where a page says what it is called
 # Python that is part of what surrounds it, or needs files that are not here.
 NOT_RUN = {"explain.md", "ir.md", "nvfuser.md"}
@@ -63,48 +57,48 @@ def blocks_of(page: str) -> list[re.Match[str]]:
 
 
 def cases() -> Iterator[object]:
-    """Pages, and what their blocks may need: nothing, or all that any of them does, where that
-    is.
-    """
-    for name, pages in RUN.items():
-        yield pytest.param(pages, (), id=name, marks=[pytest.mark.once] if name in ONCE else [])
-        if needs := sorted(
-            {b["needs"] for page in pages for b in blocks_of(page)} - {None, "checkpoint"}
-        ):
-            yield pytest.param(
-                pages,
-                tuple(needs),
-                id=f"{name}-{'-'.join(needs)}",
-                marks=[getattr(pytest.mark, n) for n in needs],
-            )
+    """Pages that have blocks with needs, and those needs: what runs where they are met."""
+    for page in PAGES:
+        if needs := sorted({b["needs"] for b in blocks_of(page)} - {None, "checkpoint"}):
+            marks = [getattr(pytest.mark, need) for need in needs]
+            yield pytest.param(page, set(needs), id=f"{page}-{'-'.join(needs)}", marks=marks)
 
 
-def printed(
-    pages: dict[str, list[re.Match[str]]], can_run: set[str | None], folder: Path
-) -> dict[str, list[str]]:
-    """What each block of each page prints. Of blocks that cannot run there are only the lines, so
-    that all others stand where the reader has them.
+RUN = f"""
+import precompiled, runpy, sys, traceback
+precompiled.use()
+for file in sys.argv[1:]:
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+    print({LAST!r}, end="", flush=True)
+"""
+
+
+def printed(pages: Sequence[str], have: set[str], folder: Path) -> dict[str, str]:
+    """What each page prints. Of blocks that cannot run there are only the lines, so that all others
+    stand where the reader has them.
     """
     files = []
-    for page, blocks in pages.items():
+    for page in pages:
         parts = [
-            b["code"] if b["needs"] in can_run else "\n" * b["code"].count("\n") for b in blocks
+            b["code"] if runs(b, have) else "\n" * b["code"].count("\n") for b in blocks_of(page)
         ]
         files.append(folder / FILES.get(page, f"{Path(page).stem}.py"))
         files[-1].write_text(
             "".join(f"{part}print({END!r}, end='')\n" for part in parts), encoding="utf-8"
         )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = (
-        "import precompiled, runpy, sys; precompiled.use(); "
-        "[runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", run, *files], cwd=folder, env=env, capture_output=True, text=True
+        [sys.executable, "-c", RUN, *files], cwd=folder, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    out = iter(done.stdout.split(END))
-    return {page: list(islice(out, len(blocks))) for page, blocks in pages.items()}
+    return dict(zip(pages, done.stdout.split(LAST)[:-1], strict=True))
+
+
+def runs(block: re.Match[str], have: set[str]) -> bool:
+    return block["needs"] is None or block["needs"] in have
 
 
 def as_printed(block: re.Match[str], out: str) -> str:
@@ -119,33 +113,51 @@ def as_printed(block: re.Match[str], out: str) -> str:
     )
 
 
-@pytest.mark.parametrize(("pages", "have"), list(cases()))
-def test_blocks_print_what_the_page_shows(pages, have, tmp_path, request):
-    found, can_run = {page: blocks_of(page) for page in pages}, {None, *have}
-    outs = printed(found, can_run, tmp_path)
-    for page, blocks in found.items():
-        text = (DOCS / page).read_text(encoding="utf-8")
-        assert (text.count("```python"), text.count("```text")) == (
-            len(blocks),
-            sum(b["shown"] is not None for b in blocks),
+def check(page: str, have: set[str], out: str, update: bool) -> None:
+    """The page is as it would be with what its blocks print."""
+    text, blocks = (DOCS / page).read_text(encoding="utf-8"), blocks_of(page)
+    assert (text.count("```python"), text.count("```text")) == (
+        len(blocks),
+        sum(b["shown"] is not None for b in blocks),
+    )
+    outs = out.split(END)
+    assert len(outs) == len(blocks) + 1, out
+    now = text
+    for block, shown in reversed(list(zip(blocks, outs[:-1], strict=True))):
+        if runs(block, have):
+            now = now[: block.start()] + as_printed(block, shown) + now[block.end() :]
+    if update:
+        (DOCS / page).write_text(now, encoding="utf-8")
+    else:
+        assert now.splitlines() == text.splitlines(), (
+            "if what is printed is right: pytest --update-golden"
         )
-        now = text
-        for block, out in reversed(list(zip(blocks, outs[page], strict=True))):
-            if block["needs"] in can_run:
-                now = now[: block.start()] + as_printed(block, out) + now[block.end() :]
-        if request.config.getoption("--update-golden"):
-            (DOCS / page).write_text(now, encoding="utf-8")
-        else:
-            assert now.splitlines() == text.splitlines(), (
-                "if what is printed is right: pytest --update-golden"
-            )
+
+
+@pytest.fixture(scope="module")
+def outs(request, tmp_path_factory) -> dict[str, str]:
+    """Of the pages that tests ask for."""
+    pages = [i.callspec.params["page"] for i in request.session.items if "outs" in i.fixturenames]
+    return printed(pages, set(), tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_print_what_the_page_shows(page, outs, request):
+    check(page, set(), outs[page], request.config.getoption("--update-golden"))
+
+
+@pytest.mark.parametrize(("page", "have"), list(cases()))
+def test_blocks_that_need_more(page, have, tmp_path, request):
+    out = printed([page], have, tmp_path)[page]
+    check(page, have, out, request.config.getoption("--update-golden"))
 
 
 def test_every_page_with_python_is_run():
     with_python = {
         page for file in DOCS.rglob("*.md") if blocks_of(page := file.relative_to(DOCS).as_posix())
     }
-    assert with_python == {page for pages in RUN.values() for page in pages} | NOT_RUN
+    assert with_python == {*PAGES} | NOT_RUN
 
 
 def messages() -> list[str]:
