@@ -45,19 +45,19 @@ class Engine:
 
     def __init__(self, model: str, **options: Any):
         begun = time.perf_counter()
-        self.llm = LLM(
-            model=model,
-            dtype="bfloat16",
-            max_model_len=LONGEST + 1024,
-            max_num_batched_tokens=LONGEST,
-            max_num_seqs=max(SEQUENCES),
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=2 << 30,
-            gpu_memory_utilization=0.1,  # what must be free at the start: others may run here
-            disable_log_stats=True,
-            seed=0,
-            **options,
-        )
+        usual = {
+            "model": model,
+            "dtype": "bfloat16",
+            "max_model_len": LONGEST + 1024,
+            "max_num_batched_tokens": LONGEST,
+            "max_num_seqs": max(SEQUENCES),
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 2 << 30,
+            "gpu_memory_utilization": 0.1,  # what must be free at the start: others may run here
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self.llm = LLM(**usual | options)
         self.start_s = time.perf_counter() - begun
         self.is_here = options.get("tensor_parallel_size", 1) == 1
         self.adapter: LoRARequest | None = None  # of all requests
