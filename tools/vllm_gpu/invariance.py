@@ -126,13 +126,16 @@ class Rows:
 
 
 def _bits(*values: Any) -> list[bytes]:
-    """Of each row of the tensors among the values that have as many as the first."""
-    of_adapters = (t for v in values if isinstance(v, dict) for t in v.values())
-    tensors = [t for t in (*values, *of_adapters) if isinstance(t, Tensor) and t.dim()]
+    """Of each row of the tensors that have as many as the first, and which adapter it has."""
+    tensors = [t for t in values if isinstance(t, Tensor) and t.dim()]
     rows = [t for t in tensors if len(t) == len(tensors[0])]
     flat = [t.detach().flatten(1) if t.dim() > 1 else t.detach()[:, None] for t in rows]
     numbers = [t.contiguous().view(torch.uint8).cpu().numpy() for t in flat]
-    return [b"".join(n[i].tobytes() for n in numbers) for i in range(len(rows[0]))]
+    keys = [b"".join(n[i].tobytes() for n in numbers) for i in range(len(rows[0]))]
+    of = [v["lora_of"].tolist() for v in values if isinstance(v, dict) and "lora_of" in v]
+    for slots in of:
+        keys = [k + b"%d" % s if s >= 0 else k for k, s in zip(keys, slots, strict=True)]
+    return keys
 
 
 class Asked:

@@ -4,6 +4,7 @@ nvfp4     16 of the 48 layers of Qwen3-30B-A3B in ModelOpt's NVFP4
 nvfp4-48  all of them
 mxfp4     8 of the 24 layers of gpt-oss-20b in its own MXFP4
 fp8       16 layers of Qwen3-30B-A3B with experts in FP8, a scale for each 128 x 128
+bf16      4 layers of it as nobody quantized them
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _qwen3_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
     made = dict(_attention(config, layer, g))
     made |= {f"{layer}.self_attn.{name}_norm.weight": ones.clone() for name in "qk"}
     made[f"{layer}.mlp.gate.weight"] = _normal(g, experts, hidden)
-    parts = _PARTS[config["quantization_config"]["quant_method"]]
+    parts = _PARTS[config.get("quantization_config", {}).get("quant_method")]
     for name, n, k in _projections(config):
         for suffix, of in parts(g, experts, n, k).items():
             made |= {f"{layer}.mlp.experts.{e}.{name}.{suffix}": t for e, t in enumerate(of)}
@@ -207,7 +208,11 @@ def _fp8(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
     }
 
 
-_PARTS = {"modelopt": _nvfp4, "fp8": _fp8}
+def _bf16(g: torch.Generator, experts: int, n: int, k: int) -> Tensors:
+    return {"weight": _normal(g, experts, n, k).cpu()}
+
+
+_PARTS = {"modelopt": _nvfp4, "fp8": _fp8, None: _bf16}
 
 
 def _gpt_oss_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
@@ -266,5 +271,6 @@ _MODELS = {
         _gpt_oss_layer,
     ),
     "fp8": (_QWEN3 | {"quantization_config": _FP8}, _qwen3_layer),
+    "bf16": (_QWEN3 | {"num_hidden_layers": 4}, _qwen3_layer),
 }
 NAMES = tuple(_MODELS)

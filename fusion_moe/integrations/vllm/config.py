@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ...errors import UnsupportedError
-from ..serving import NAME, Chooser, unsupported
+from ..serving import NAME, Chooser
 from .log import logger
 
 # by quant_method, and by quant_algo in that of ModelOpt
@@ -39,13 +39,19 @@ _READ = (
 
 class FusionMoeConfig(Chooser, QuantizationConfig):
     """What vLLM finds under the name "fusion_moe". `from_config` returns the checkpoint method's
-    configuration.
+    configuration; vLLM makes this one for a directory that says nothing of quantization.
     """
 
-    def __init__(self) -> None:
-        """UnsupportedError: vLLM makes one for a directory that says nothing of quantization."""
-        todo = "quantize it first: fusion-moe quantize DIRECTORY OUTPUT"
-        raise unsupported("vLLM", "a directory in floating point", _READ, todo)
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """8.0, as of this library's kernels."""
+        return 80
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """Experts in floating point by this library, all else by vLLM."""
+        from . import floats
+
+        return floats.method(layer)
 
     @classmethod
     def override_quantization_method(
