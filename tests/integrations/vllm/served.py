@@ -31,6 +31,17 @@ ENVIRONMENT = {
 }
 
 
+def float_demo(folder: Path) -> Path:
+    """The demo model, which nobody quantized; in the folder "dense", the same."""
+    shutil.copytree(DEMO, folder / "dense")
+    return DEMO
+
+
+def float_gpt_oss(folder: Path) -> Path:
+    """A small gpt-oss in floats, whose rows of gate and up take turns."""
+    return convert(MADE / "mxfp4-gpt_oss", folder / "dense", to="dense", dtype=torch.bfloat16)
+
+
 def modelopt_demo(folder: Path) -> Path:
     """The demo model with experts in ModelOpt's NVFP4."""
     return quantize(DEMO, folder / "modelopt")

@@ -641,7 +641,6 @@ def test_what_is_refused(golden: Callable[[str], None]) -> None:
     golden(
         messages(
             {
-                "a directory in floating point": FusionMoeConfig,
                 "mxfp8": lambda: read_config({"quant_method": "mxfp8"}),
                 "FP8_PB_WO": lambda: read_config(NVFP4_CONFIG | {"quant_algo": "FP8_PB_WO"}),
                 "another backend": lambda: need_served(layer(moe_backend="marlin")),

@@ -31,6 +31,8 @@ from served import (
     compressed_tensors_demo,
     deepseek_v3,
     deepseek_v4,
+    float_demo,
+    float_gpt_oss,
     fp8_channels_demo,
     fp8_demo,
     fp8_modelopt_demo,
@@ -105,12 +107,20 @@ def compare(
 
 @pytest.mark.parametrize(
     "write",
-    [mixed_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo, gemma4],
+    [
+        mixed_demo,
+        compressed_tensors_demo,
+        mxfp4_demo,
+        mxfp4_alone_demo,
+        gemma4,
+        float_demo,
+        float_gpt_oss,
+    ],
 )
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
     found, log = generated(directory)
-    encoding = "mxfp4" if "mxfp4" in write.__name__ else "nvfp4"
+    encoding = {"mxfp4": "mxfp4", "float": "f32"}.get(write.__name__.split("_")[0], "nvfp4")
     assert f"fusion_moe serves experts in {encoding}, activations in torch.float32, on cpu" in log
     compare(directory, tmp_path, found, 1e-3)
 
