@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import options, plugins, schedule
-from ..encodings.encoding import Element
+from ..encodings import Element
 from ..encodings.search import BLOCK_KERNELS, BlockKernels
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
 from ..ir import Fusion

@@ -30,7 +30,7 @@ from ..encodings import (
     dequantize,
 )
 from ..errors import Error, UnsupportedError
-from ..layouts.layout import as_bytes
+from ..layouts import as_bytes
 from .words import Words
 
 

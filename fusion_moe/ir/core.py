@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..encodings import Encoding, find
 from ..errors import Error, FusionError, ShapeError, did_you_mean
-from ..layouts.groups import check_ends
+from ..layouts import check_ends
 from .binding import bind, elements_of, resolve, with_ceilings
 from .signature import Signature, signature
 from .sizes import AnySize, Size, never_negative, value

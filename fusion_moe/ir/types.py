@@ -18,8 +18,7 @@ import torch
 
 from ..encodings import ENCODINGS, Encoding
 from ..errors import DtypeError, ShapeError
-from ..layouts import LAYOUTS, LINEAR
-from ..layouts.groups import bound
+from ..layouts import LAYOUTS, LINEAR, bound
 from .sizes import AnySize, Size, is_size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {

@@ -10,7 +10,8 @@ tiles.
 """
 
 from ..errors import OptionError
-from .layout import LINEAR, Layout, Linear, TensorLayout
+from .groups import bound, ceil_to, check_ends, check_ids, ends_from_sizes
+from .layout import LINEAR, Layout, Linear, TensorLayout, as_bytes
 from .order import Order
 from .padding import Padding
 from .sf128x4 import SF128X4, SF128x4
@@ -51,6 +52,12 @@ __all__ = [
     "TensorLayout",
     "Tiled",
     "W16x64",
+    "as_bytes",
+    "bound",
+    "ceil_to",
+    "check_ends",
+    "check_ids",
+    "ends_from_sizes",
     "register",
     "unregister",
 ]

@@ -10,13 +10,17 @@ from .conversion.qat import qat_
 from .conversion.quantize import quantize_
 from .conversion.register import register_converter, unregister_converter
 from .conversion.traced_activation import activation
-from .frozen.custom import CustomExperts
-from .frozen.experts import Experts, NVFP4Experts
-from .frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
-from .frozen.llama4 import Llama4MoE
-from .frozen.prepare import prepare_
-from .frozen.quantized_linear import QuantizedLinear
-from .frozen.update import update_weights_
+from .frozen import (
+    CustomExperts,
+    Experts,
+    GroupedSwiGLU,
+    Llama4MoE,
+    NVFP4Experts,
+    NVFP4GroupedLinear,
+    QuantizedLinear,
+    prepare_,
+    update_weights_,
+)
 from .lora.adapter import Adapter, add_lora_
 from .lora.merging import merge_lora_, remove_lora_
 from .trained.activations import (

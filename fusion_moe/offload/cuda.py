@@ -26,8 +26,7 @@ from ..definitions.operations import SPECS, Call, bind, each_tensor
 from ..encodings import ENCODINGS, Encoding, Part
 from ..errors import UnsupportedError
 from ..ir.text import text
-from ..layouts.groups import check_ids
-from ..layouts.w16x64 import W16X64
+from ..layouts import W16X64, check_ids
 from ..runtime import cuda
 from ..runtime.host_memory import pages
 from .device import Counters, HostStorage, runs

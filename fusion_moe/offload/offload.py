@@ -18,8 +18,7 @@ from ..errors import OptionError, UnsupportedError, need_one_of
 from ..messages import bytes_of, count, log
 from ..messages.progress import progress
 from ..nn import Experts
-from ..nn.frozen.base import own_parameters
-from ..nn.frozen.projections import Projections
+from ..nn.frozen import Projections, own_parameters
 from ..runtime.host_memory import pages
 from . import folder as folders, machine as machines, plan as plans
 from .cache import Cache

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BuildError, PinError
-from ..layouts.groups import ceil_to
+from ..layouts import ceil_to
 from ..runtime import cuda
 
 _LINE = 256  # bytes: what arrays of a staging begin at multiples of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import options
 from ..errors import BuildError, UnsupportedError
-from ..layouts.groups import check_ids
+from ..layouts import check_ids
 from .device import Counters, HostStorage, decide, runs
 from .machine import copy_alone
 from .requester import CAPACITY, Requester

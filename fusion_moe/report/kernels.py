@@ -16,8 +16,7 @@ from ..errors import UnsupportedError
 from ..ir import Fusion, TensorType, plain, value
 from ..ir.kinds.quantized import format_of
 from ..ir.text import text
-from ..layouts import LAYOUTS, LINEAR
-from ..layouts.groups import ceil_to
+from ..layouts import LAYOUTS, LINEAR, ceil_to
 from ..runtime.kernel import Kernel
 from ..schedule.product import products
 from ..schedule.segment import Segment

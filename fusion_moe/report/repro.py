@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..encodings import find
 from ..ir import DTYPES, FLOATS, Fusion, Groups, Op, Value, plain, storage_shape, value
-from ..layouts.groups import ends_from_sizes
+from ..layouts import ends_from_sizes
 from .data import FusionReport
 
 _SCRIPT = '''"""{id} of a report: rebuilt, run on random inputs, compared with the reference."""

@@ -26,8 +26,7 @@ from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.regions import NotFused
-from ..nn.frozen.folded import folding
-from ..nn.frozen.packed import PackedModule
+from ..nn.frozen import PackedModule, folding
 from ..options import Options
 from ..plugins import CompiledBy
 from .advice import advice_on

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from ..layouts.groups import ceil_to
+from ..layouts import ceil_to
 
 ALIGNMENT = 256  # bytes: arrays begin at multiples of it
 _KEPT = 2**20  # bytes that each thread keeps for the arrays of small calls

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...encodings.encoding import Element
-from ...encodings.real import real_tensors
+from ...encodings import Element, real_tensors
 from ...errors import BuildError
 from ...runtime import build, isa
 from .readers import blocks_source

@@ -18,7 +18,7 @@ from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
 from ...ir import Fusion
 from ...ir.kinds.quantized import linear
-from ...layouts.groups import check_ends
+from ...layouts import check_ends
 from ...runtime import build, isa
 from ...schedule.product import main_and_added, products
 from .readers import PARTS, library_source

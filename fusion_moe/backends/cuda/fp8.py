@@ -13,7 +13,7 @@ from ...arch import Arch
 from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
 from ...errors import UnsupportedError
 from ...ir import Value, elements, plain, value
-from ...layouts.groups import bound
+from ...layouts import bound
 from ..cxx import Elements, Index, ProductPlan, Variable, base_of, made_by_route, size, stored
 from ..inexpressible import Inexpressible
 from . import block_copies, gemm

@@ -11,7 +11,7 @@ from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir import Value, elements, plain, value
 from ...ir.types import DTYPES as TORCH_DTYPES
-from ...layouts.groups import bound
+from ...layouts import bound
 from ..cxx import (
     Call,
     Expression,

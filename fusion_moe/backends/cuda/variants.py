@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...arch import Arch
-from ...layouts.groups import ceil_to
+from ...layouts import ceil_to
 
 TILE = 1024  # weights in 16 rows and 64 columns
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...nn import Experts, contract_of
 from ...nn.conversion.traced_activation import activation_of
-from ...nn.frozen.projections import Projections
+from ...nn.frozen import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Everywhere, divide_forward
 from .shares import (

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...encodings import ROW
 from ...nn import Experts, contract_of
-from ...nn.frozen.projections import Projections
+from ...nn.frozen import Projections
 from ...nn.lora.adapter import adapters_of
 from .states import ExpertShards, FeatureShards, expert_shard
 

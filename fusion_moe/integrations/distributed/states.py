@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import UnsupportedError
-from ...layouts.layout import as_bytes
+from ...layouts import as_bytes
 
 
 def expert_shard(t: Tensor, mesh: DeviceMesh, experts: int) -> DTensor:

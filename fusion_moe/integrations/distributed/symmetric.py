@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError, UnsupportedError
 from ...ir.kinds.collectives import MOST_SLOTS, PEERS
-from ...layouts.groups import ceil_to
+from ...layouts import ceil_to
 from ...messages import MUCH, amount, phase, warn_once
 from ...nn import Experts
 from ...runtime import cuda, peers

@@ -16,8 +16,7 @@ from typing import Any
 
 from ...encodings import NVFP4
 from ...ir import Op
-from ...layouts import SF128X4
-from ...layouts.groups import ceil_to
+from ...layouts import SF128X4, ceil_to
 from ...schedule.product import GroupedProduct
 from . import eight_bits
 from .library import dtype

@@ -19,8 +19,7 @@ from torch import nn
 from ...errors import UnsupportedError
 from ...messages import log
 from ...nn import QuantizedLinear
-from ...nn.frozen.adaptable import AdaptableModule
-from ...nn.frozen.packed import PackedModule
+from ...nn.frozen import AdaptableModule, PackedModule
 from ...nn.lora.adapter import adapters_of
 from ...options import during
 from ...plugins import wrap

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ...nn.frozen.packed import PackedModule
+from ...nn.frozen import PackedModule
 from ...nn.lora.files.factors import a_from_peft, b_from_peft, to_peft
 from ...nn.lora.merging import add_, write_
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...nn.conversion.contract import contract_of
-from ...nn.frozen.projections import Projections
+from ...nn import contract_of
+from ...nn.frozen import Projections
 
 # where PEFT keeps the module that it stands around
 _WRAPPED = "base_layer", "original_module"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import GroupsError, ShapeError, UnsupportedError, need_one_of
-from ...messages.units import count, some
+from ...messages import count, some
 from .layers import ExpertsLayer, Patched, layers_of, positional
 from .routing import Routing, Rows
 

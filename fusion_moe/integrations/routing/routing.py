@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DtypeError, ShapeError, UnsupportedError
-from ...messages.units import count
+from ...messages import count
 from .layers import layers_of
 
 Rows = tuple[Tensor, Tensor | None]  # ids int[rows, k], weights float[rows, k]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, UnsupportedError
 from ...messages import warn_once
-from ...nn.frozen.adaptable import AdaptableModule
+from ...nn.frozen import AdaptableModule
 from ...nn.lora.adapter import adapters_of
 from ...nn.lora.files import load_lora_, save_lora
 from ...nn.lora.files.config import CONFIG, read_config

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ...messages.progress import progress
 from ...nn import contract_of
-from ...nn.frozen.projections import Projections
+from ...nn.frozen import Projections
 from .decoding import check_ids
 
 CONTEXT = 1024

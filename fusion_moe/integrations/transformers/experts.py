@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import recipe
 from ...ir import dtype_name
 from ...nn.conversion.traced_activation import activation_of
-from ...nn.frozen.custom import in_steps
+from ...nn.frozen import in_steps
 from ...nn.local import local
 
 ops = torch.ops.fusion_moe

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...encodings.encoded import plain
 from ...errors import OptionError
-from ...nn.frozen.adaptable import AdaptableModule
+from ...nn.frozen import AdaptableModule
 from ...runtime import store
 
 

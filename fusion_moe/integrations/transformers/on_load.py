@@ -14,8 +14,7 @@ from ...encodings import check_finite
 from ...errors import Error
 from ...messages import skipping
 from ...nn import ExpertsContract, QuantizationConfig, contract_of, quantize_
-from ...nn.frozen.packed import PackedModule
-from ...nn.frozen.weight import rounded
+from ...nn.frozen import PackedModule, rounded
 
 # what describes the original modules that are replaced, by name; None: a linear layer
 Contracts = dict[str, ExpertsContract | None]

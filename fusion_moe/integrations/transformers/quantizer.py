@@ -20,8 +20,7 @@ from ...checkpoints import KNOWN, Directory, Entry, Read, packing_of
 from ...encodings import NVFP4
 from ...errors import UnsupportedError
 from ...nn import Adapter, prepare_
-from ...nn.frozen.base import own_parameters, place_
-from ...nn.frozen.packed import PackedModule
+from ...nn.frozen import PackedModule, own_parameters, place_
 from .adapters import read_adapters_, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, in_transformers_form, set_quantization

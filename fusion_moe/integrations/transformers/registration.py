@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...nn.frozen.packed import PackedModule
+from ...nn.frozen import PackedModule
 from ...plugins import wrap
 from .adapters import save_pretrained
 from .quantizer import FusionMoeQuantizer

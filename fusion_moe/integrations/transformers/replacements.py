@@ -39,8 +39,7 @@ from ...nn import (
     convert,
 )
 from ...nn.conversion.converters import by_contract
-from ...nn.frozen.packed import PackedModule
-from ...nn.frozen.projections import Projections
+from ...nn.frozen import PackedModule, Projections
 from .names import any_of, live_names, of_heads
 from .on_load import layout_of
 from .sources import FLOATS, INPUT_SCALES, Source, Weights, find_experts, weights_of

@@ -28,8 +28,7 @@ from ...checkpoints.written import GPT_OSS, Form, form_of
 from ...encodings import MXFP4, NVFP4, Encoding
 from ...errors import OptionError, UnsupportedError
 from ...nn import QuantizedLinear, contract_of
-from ...nn.frozen.packed import PackedModule
-from ...nn.frozen.projections import Projections
+from ...nn.frozen import PackedModule, Projections
 from .names import parameter_of
 from .sources import Row, Source
 from .tensors import stored

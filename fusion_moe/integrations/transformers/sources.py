@@ -17,8 +17,7 @@ from ...encodings import F32
 from ...encodings.encoding import FLOATS as PLAIN
 from ...errors import CheckpointError
 from ...messages import some
-from ...nn.frozen.packed import PackedModule
-from ...nn.frozen.weight import View
+from ...nn.frozen import PackedModule, View
 
 # experts in floats beside those that are encoded
 FLOATS = Scheme("floats", F32, (StoredPart("values", ".weight", PLAIN, cast=torch.float32),))

@@ -18,9 +18,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ...checkpoints import Entry, Read, StoredWeight, Unread, check_scale, check_weight
 from ...encodings.encoded import plain
 from ...errors import CheckpointError, NonFiniteError, UnsupportedError
-from ...nn.frozen.packed import PackedModule
-from ...nn.frozen.projections import Projections
-from ...nn.frozen.weight import rounded
+from ...nn.frozen import PackedModule, Projections, rounded
 from ...runtime.host_memory import pages
 from .on_load import layout_of
 from .sources import Row, Source, Weights

@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import DtypeError, FusionError, ShapeError
-from ...layouts.groups import ceil_to
-from ...layouts.layout import as_bytes
+from ...layouts import as_bytes, ceil_to
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize

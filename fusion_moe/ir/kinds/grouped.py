@@ -31,7 +31,8 @@ import torch
 
 from ...encodings import Quantized, dequantize, find
 from ...errors import DtypeError, ShapeError
-from ...layouts.groups import check_ends, row_groups
+from ...layouts import check_ends
+from ...layouts.groups import row_groups
 from ..core import Op, OpKind, Value
 from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8

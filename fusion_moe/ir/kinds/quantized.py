@@ -24,8 +24,7 @@ from ...encodings import (
     quantize,
 )
 from ...errors import ShapeError, need_one_of
-from ...layouts import LAYOUTS, SF128x4, TensorLayout
-from ...layouts.layout import as_bytes
+from ...layouts import LAYOUTS, SF128x4, TensorLayout, as_bytes
 from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv

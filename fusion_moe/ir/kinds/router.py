@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import FusionError, ShapeError, need_one_of
-from ...layouts.groups import check_ids
+from ...layouts import check_ids
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, plain, wide
 from .rules import Types, need, need_same

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, FusionError, ShapeError
-from ...layouts import SF128X4
+from ...layouts import SF128X4, check_ends, check_ids
 from ...layouts.groups import (
-    check_ends,
     check_expert_map,
-    check_ids,
     check_permutation,
     check_problem,
     check_slots,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from ...encodings import Encoding, Part, Quantized, quantize
+from ...layouts import as_bytes
 from ...layouts.groups import block_count, block_slots
-from ...layouts.layout import as_bytes
 from ..sizes import AnySize, ceildiv
 from ..types import Dim, Rows
 

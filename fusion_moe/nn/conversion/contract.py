@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from ...encodings import NVFP4, Quantized, is_dtensor
 from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
-from ..frozen.custom import CustomExperts
-from ..frozen.experts import Experts, NVFP4Experts
-from ..frozen.packed import FROZEN
-from ..frozen.projections import Projections
-from ..frozen.weight import View
+from ..frozen import FROZEN, CustomExperts, Experts, NVFP4Experts, Projections, View
 from ..trained.activations import deinterleave
 from .traced_activation import activation_of
 

@@ -13,10 +13,7 @@ from ... import plugins
 from ...encodings import Quantized, check_finite, has_values
 from ...errors import Error, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
-from ..frozen.packed import PackedModule
-from ..frozen.projections import Projections
-from ..frozen.quantized_linear import QuantizedLinear
-from ..frozen.weight import rounded
+from ..frozen import PackedModule, Projections, QuantizedLinear, rounded
 from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
 from .packed_grouped import packed_converter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...encodings import has_values, is_dtensor
 from ..config import QuantizationConfig
-from ..frozen.grouped import NVFP4GroupedLinear
+from ..frozen import NVFP4GroupedLinear
 
 _NEAR = 0.02  # relative error of a product in 16 bits
 

@@ -13,8 +13,7 @@ from ...encodings import NVFP4, Quantized, has_values
 from ...errors import NonFiniteError, ShapeError
 from ...layouts import SF128X4
 from ..config import QuantizationConfig
-from ..frozen.grouped import GroupedSwiGLU, NVFP4GroupedLinear
-from ..frozen.quantized_linear import QuantizedLinear
+from ..frozen import GroupedSwiGLU, NVFP4GroupedLinear, QuantizedLinear
 from .register import Converter
 
 PARTS = "fp4_weight", "weight_scaling_factor", "weight_global_scale"

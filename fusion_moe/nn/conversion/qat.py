@@ -22,9 +22,7 @@ from ...ir.kinds.quantized import STRAIGHT_THROUGH
 from ...layouts import LAYOUTS, Padding
 from ...messages import log, some
 from ..config import NVFP4Config, QuantizationConfig
-from ..frozen.packed import FROZEN
-from ..frozen.projections import Projections
-from ..frozen.weight import Form, Weight, rounded
+from ..frozen import FROZEN, Form, Projections, Weight, rounded
 from .contract import ExpertsContract, contract_of
 from .converters import DECORATED, by_contract, check, without_memory
 from .quantize import Filter, chosen, quantized_experts

@@ -12,10 +12,7 @@ from ...errors import Error, UnsupportedError
 from ...messages import check_skip, fits, log, skipping
 from ...messages.progress import progress
 from ..config import QuantizationConfig, config_of
-from ..frozen.grouped import NVFP4GroupedLinear
-from ..frozen.packed import PackedModule
-from ..frozen.prepare import prepare_
-from ..frozen.projections import Projections
+from ..frozen import NVFP4GroupedLinear, PackedModule, Projections, prepare_
 from .converters import (
     DECORATED,
     check,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ...encodings import NVFP4, Quantized, as_plain_tensors
 from ...errors import Error, ShapeError, need_one_of
 from ...ir.activation import read, swiglu
-from ...layouts import Layout, Padding
-from ...layouts.groups import ceil_to
+from ...layouts import Layout, Padding, ceil_to
 from .. import checks
 from .projections import Projections
 from .weight import rounded

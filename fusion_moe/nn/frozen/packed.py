@@ -25,8 +25,7 @@ from ...encodings import (
 )
 from ...encodings.encoded import Encoded, Stored, encoded, plain
 from ...errors import NonFiniteError, UnsupportedError
-from ...layouts import LAYOUTS, Layout, Padding
-from ...layouts.groups import ceil_to
+from ...layouts import LAYOUTS, Layout, Padding, ceil_to
 from ...messages import warn_once
 from ...runtime.host_memory import pages
 from ...target import Target

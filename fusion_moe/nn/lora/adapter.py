@@ -23,7 +23,7 @@ from ...errors import (
     need_one_of,
 )
 from ..checks import FLOAT_DTYPES
-from ..frozen.adaptable import AdaptableModule
+from ..frozen import AdaptableModule
 from ..local import local
 
 TARGETS = ("gate_up", "down", "linear")

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from ...encodings import check_finite, dequantize
 from ...errors import UnsupportedError
-from ..frozen.adaptable import AdaptableModule
-from ..frozen.packed import PackedModule
-from ..frozen.weight import Weight
+from ..frozen import AdaptableModule, PackedModule, Weight
 from .adapter import adapted, adapters_of
 
 Delta = Callable[[int], Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, GroupsError, ShapeError
-from ...layouts.groups import ends_from_sizes
+from ...layouts import ends_from_sizes
 from ..checks import need_device
 
 INTEGERS = (

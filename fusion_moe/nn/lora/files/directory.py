@@ -16,7 +16,7 @@ from ....checkpoints.writing import appearing, write_json
 from ....encodings import is_dtensor
 from ....errors import CheckpointError, NonFiniteError, UnsupportedError
 from ....messages import destination
-from ...frozen.adaptable import AdaptableModule
+from ...frozen import AdaptableModule
 from ...local import gathered
 from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
