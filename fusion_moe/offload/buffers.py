@@ -1,6 +1,6 @@
-"""Two buffers of a device through which experts go in steps that read whole layers: one in which
-they arrive, as they are on the host, while others are multiplied by; and one in which products read
-all of a layer, those in slots too, in the layout of kernels.
+"""Buffers of a device through which experts go in steps that read whole layers: two in which they
+arrive, as they are on the host, while others are multiplied by; and one in which products read all
+of a layer, those in slots too, in the layout of kernels.
 
     buffers = Buffers(layer)                # for all layers of one form
     with buffers.hold(layer, {3, 5}) as weights:
@@ -13,10 +13,10 @@ where a layer was reached from: forward and backward go opposite ways.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,28 +27,48 @@ from .device import runs
 if TYPE_CHECKING:
     from .experts import OffloadedExperts
 
+_AHEAD = 2  # layers that are on their way: the link never waits for a product
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Where experts arrive, and what puts some of them to where products read them."""
+
+    tensors: Mapping[str, Tensor]
+    unpack: Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Experts of a layer that are being copied. done: raises what went wrong."""
+    """Experts of a layer that are being copied. done: the event after which they are there, on a
+    GPU, or what went wrong.
+    """
 
     key: tuple[int, int]
     experts: Sequence[int]
-    done: Future[None]
+    at: _Arrival
+    done: Future[Any]
+
+    def is_of(self, key: tuple[int, int]) -> bool:
+        """Whether they are a layer's, and are there or will be."""
+        return self.key == key and self.done.exception() is None
 
 
 class Buffers:
-    """For layers like one, on its device. Each of both has room for all experts of a layer."""
+    """For layers like one, on its device. Each has room for all experts of a layer."""
 
     @torch.inference_mode(False)  # later calls, in whatever mode, write there
     def __init__(self, layer: OffloadedExperts):
         device, storage = layer.device, layer.storage
-        self._arrival, self._weights = (storage.empty(storage.experts, device.on) for _ in "ab")
-        self._unpack = device.unpacker(self._arrival, self._weights)
+        self._weights = storage.empty(storage.experts, device.on)
+        self._free = list[_Arrival]()
+        for _ in range(_AHEAD):
+            tensors = storage.empty(storage.experts, device.on)
+            self._free.append(_Arrival(tensors, device.unpacker(tensors, self._weights)))
         self._side = torch.cuda.Stream(device.on) if device.on.type == "cuda" else None
         self._thread = None if device.copies_itself else ThreadPoolExecutor(1)
         self._turns = Turns(device.on)
-        self._arriving: _Arriving | None = None
+        self._arriving = list[_Arriving]()  # in this order
         self._key: tuple[int, int] | None = None  # of the layer in `weights`, of which
         self._there: set[int] = set()  # these experts are there
         self._path: tuple[OffloadedExperts | None, ...] = (None, None)  # the last two layers
@@ -67,51 +87,66 @@ class Buffers:
                 self._next[self._path] = layer
                 self._path = self._path[1], layer
             self._fill(layer, {*named})
-            following = self._next.get(self._path)
-            if following and len(named) == layer.storage.experts:
-                self._fetch(following, range(following.storage.experts))
+            if len(named) == layer.storage.experts:
+                self._fetch_ahead()
             yield self._weights
 
     def _fill(self, layer: OffloadedExperts, named: set[int]) -> None:
         if self._key != layer.key:
             self._key, self._there = layer.key, set()
         while missing := named - self._there:
-            self._fetch(layer, missing)
+            while self._arriving and not self._arriving[0].is_of(layer.key):
+                self._drop()
+            if not self._arriving:
+                self._fetch(layer, missing)
             self._settle(layer)
 
+    def _fetch_ahead(self) -> None:
+        path, fetched = self._path, [arriving.key for arriving in self._arriving]
+        while self._free and (following := self._next.get(path)):
+            if following.key not in fetched:
+                self._fetch(following, range(following.storage.experts))
+            elif following.key != fetched.pop(0):
+                return  # another order than when they were fetched
+            path = path[1], following
+
     def _fetch(self, layer: OffloadedExperts, experts: Collection[int]) -> None:
-        """Begins to copy those of the experts that are in no slot, after all that was launched,
-        unless some of this layer are on their way.
-        """
-        if self._arriving is not None:
-            if self._arriving.key == layer.key:
-                return
-            self._arriving.done.exception()  # nobody reads them any more
-        in_slots, self._arriving = layer.device.expert_map, None
+        """Begins to copy those of the experts that are in no slot, after all that was launched."""
+        in_slots, at = layer.device.expert_map, self._free.pop()
         away = [e for e in sorted(experts) if in_slots[e] < 0]
         if self._side:
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        done = Future[None]()
         if self._thread:
-            done = self._thread.submit(self._copy, layer, away)
+            done = self._thread.submit(self._copy, layer, away, at)
         else:
-            done.set_result(self._copy(layer, away))
-        self._arriving = _Arriving(layer.key, away, done)
+            done = Future[Any]()
+            try:
+                done.set_result(self._copy(layer, away, at))
+            except Exception as error:  # for who reads them, if anybody does
+                done.set_exception(error)
+        self._arriving.append(_Arriving(layer.key, away, at, done))
 
-    def _copy(self, layer: OffloadedExperts, experts: Sequence[int]) -> None:
+    def _copy(self, layer: OffloadedExperts, experts: Sequence[int], at: _Arrival) -> Any:
         with torch.cuda.stream(self._side) if self._side else contextlib.nullcontext():
-            layer.device.fetch(experts, self._arrival)
+            layer.device.fetch(experts, at.tensors)
+            return self._side.record_event() if self._side else None
+
+    def _drop(self) -> _Arriving:
+        """The first that arrive, when they are there or have failed; their place is free."""
+        arriving = self._arriving.pop(0)
+        arriving.done.exception()
+        self._free.append(arriving.at)
+        return arriving
 
     def _settle(self, layer: OffloadedExperts) -> None:
         """Puts what has arrived, and what is in slots, to where products read it."""
-        arriving, self._arriving = self._arriving, None
-        assert arriving is not None
-        arriving.done.result()
+        arriving = self._drop()
+        event = arriving.done.result()
         if self._side:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-        layer.device.complete(self._arrival)
+            torch.cuda.current_stream(self._side.device).wait_event(event)
+        layer.device.complete(arriving.at.tensors)
         for i, j in runs(arriving.experts):
-            self._unpack(arriving.experts[i], j - i)
+            arriving.at.unpack(arriving.experts[i], j - i)
         with layer.unchanging():
             in_slots = self._from_slots(layer)
         self._there |= {*arriving.experts, *in_slots.tolist()}
@@ -126,6 +161,12 @@ class Buffers:
             before = self._slots[layer.key[0]] = expert_map.clone(), to, slots
         _, to, slots = before
         for name, t in device.slots.items() if len(there) else ():
-            bytes_of, all_bytes = (u[..., None].view(torch.uint8) for u in (t, self._weights[name]))
-            all_bytes.index_copy_(0, to, bytes_of.index_select(0, slots))
+            rows, all_rows = _rows(t), _rows(self._weights[name])
+            all_rows.index_copy_(0, to, rows.index_select(0, slots))
         return there
+
+
+def _rows(t: Tensor) -> Tensor:
+    """t [E, ...] as few numbers of each expert, of any dtype."""
+    rows = t.view(len(t), -1).view(torch.uint8)
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
