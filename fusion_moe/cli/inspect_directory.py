@@ -145,5 +145,10 @@ def kernels_for(encoding: Encoding) -> str:
     return f"C++, {isa.selected()}"
 
 
+def is_expert(name: str) -> bool:
+    """Whether a tensor of this name is the weight of experts."""
+    return bool(_EXPERTS.search(name)) and not name.endswith("bias")
+
+
 def _role(name: str, otherwise: str) -> str:
-    return "experts" if _EXPERTS.search(name) and not name.endswith("bias") else otherwise
+    return "experts" if is_expert(name) else otherwise

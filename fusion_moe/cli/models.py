@@ -4,18 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import CheckpointError, Error, UnsupportedError, need_one_of
-from ..messages import GGUF, install
+from ..messages import GGUF, amount, exists, install
 
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hub
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # of one that are downloaded
 _TOKENIZERS = "token*", "tekken*", "vocab*", "*.tiktoken", "*.model"  # files of one
 Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]
+
+
+def local(model: Path) -> Path:
+    """A directory or a file as it is; for the name of a model on the Hub its directory in the cache
+    of huggingface_hub, downloaded first where it is not complete. CheckpointError if that fails.
+    """
+    if exists(model) or not _NAME.fullmatch(str(model)):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+
+    which: dict[str, Any] = {"repo_id": str(model), "allow_patterns": [*_FILES, *_TOKENIZERS]}
+    which["ignore_patterns"] = ["*/*"]  # the same weights in other forms
+    try:
+        with suppress(DryRunError):  # offline, what the cache has is taken
+            files = snapshot_download(**which, dry_run=True)
+            if size := sum(f.file_size for f in files if f.will_download):
+                print(f"{model}: {amount(size, 'B')} to download", file=sys.stderr)
+        return Path(snapshot_download(**which))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"no such directory, and not from the Hub: {' '.join(str(error).split())[:200]}",
+            expected="a directory, or the name of a model on the Hub",
+            todo="huggingface.co has the names; hf auth login for a model that needs it",
+            where=str(model),
+        ) from error
 
 
 def check_device(asked: str, where: str) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import OptionError
 from ..messages import bytes_of, check_checkpoint, check_writable
-from .models import Device, check_device, check_tokenizer, device_of, quietly
+from .models import Device, check_device, check_tokenizer, device_of, local, quietly
 from .output import Result
 from .start import load
 
@@ -19,7 +19,10 @@ RECORDS = ".trace.json", ".json", ".html", ".txt"  # forms of a run, by the ends
 
 def run(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A model and its tokenizer, local.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A directory with a tokenizer, or a model's name on the Hub."
+        ),
     ],
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer, or go on from.")
@@ -54,8 +57,8 @@ def run(
     """Answer a prompt, or chat. Ctrl-C ends an answer; experts in floats are rounded to NVFP4 while
     they are read.
 
-    Says how many tokens a second, in how much memory, by which kernels. On a GPU the first step
-    takes a while: it is compiled, and replayed as a CUDA graph from then on.
+    Says how much memory weights need, then how many tokens a second, by which kernels. On a GPU the
+    first step takes a while: it is compiled, and replayed as a CUDA graph from then on.
     """
     if bool(prompt) == interactive:
         actual = "a prompt and -i" if prompt else "no prompt"
@@ -65,6 +68,7 @@ def run(
         bytes_of(gpu_memory, "--gpu-memory")
     if record:  # where it cannot be written, nothing is read
         check_writable(record, "a run", RECORDS)
+    directory = local(directory)
     check_checkpoint(directory)
     check_tokenizer(directory)
     load()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,10 +17,11 @@ import torch
 from rich.console import Console
 
 from ..checkpoints import Directory
+from ..encodings import NVFP4
 from ..errors import OptionError
 from ..messages import amount, count
 from ..nn import Experts
-from .inspect_directory import kernels_for
+from .inspect_directory import is_expert, kernels_for
 from .models import a_model, tokenizer_of
 from .output import Result
 
@@ -78,6 +81,13 @@ class Run(Result):
             console.print(f"record: {self.recorded}", soft_wrap=True)
 
 
+def _needed(of: Directory) -> int:
+    """The bytes of a model's weights once it is loaded: experts in floats are rounded."""
+    rounded = [t for name, t in of.tensors.items() if not of.quantization and is_expert(name)]
+    fewer = [t.nbytes - math.prod(t.shape) * NVFP4.weight_bits / 8 for t in rounded]
+    return sum(t.nbytes for t in of.tensors.values()) - int(sum(fewer))
+
+
 class Talk:
     """A model, and what was said. out: whether text is printed while it is made; learn: has
     offloaded experts follow what was used, which replays do not.
@@ -108,6 +118,7 @@ class Talk:
         from ..integrations.transformers.loading import placed
 
         opened = Directory.open(directory)  # says what is wrong with it
+        print(f"weights: {amount(_needed(opened), 'B')} of memory", file=sys.stderr)
         tokenizer = tokenizer_of(directory)
         # by a configuration, experts in FP8 would be rounded too
         rounds = {} if opened.quantization else {"quantization_config": NVFP4Config()}

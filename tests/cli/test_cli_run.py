@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from files import MADE
+from huggingface_hub import constants
 from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.integrations import accelerate as of_accelerate
@@ -19,8 +21,8 @@ from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
 from fusion_moe.cli.bench import Bench
-from fusion_moe.cli.models import a_model
-from fusion_moe.errors import UnsupportedError
+from fusion_moe.cli.models import a_model, local
+from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.integrations.transformers.bench import Row, Times, loaded
 from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
 
@@ -41,6 +43,29 @@ def model():
     of = from_pretrained(MODEL, **kwargs).eval()
     fuse_routers_(of)
     return of
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The small model as huggingface_hub keeps one that it has downloaded; no network."""
+    folder = tmp_path / "models--some--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123abcd")
+    shutil.copytree(MODEL, folder / "snapshots" / "0123abcd")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_run_takes_a_name_of_the_hub(cached, model):
+    result = call("run", "some/tiny", PROMPT, "--tokens", 4, "--json")
+    assert json.loads(result.stdout)["answers"][0]["text"] == answer(model, PROMPT, 4)
+    assert "weights: 6.2 MB of memory" in result.stderr
+
+
+def test_a_name_that_is_neither_a_directory_nor_on_the_hub(cached):
+    with pytest.raises(CheckpointError, match="no such directory, and not from the Hub"):
+        local(Path("some/other"))
+    assert local(Path("no name")) == Path("no name")
 
 
 def answer(model, text: str, tokens: int) -> str:
