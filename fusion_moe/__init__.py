@@ -55,6 +55,7 @@ __all__ = [
     "testing",
     "translator",
     "update_weights_",
+    "verify",
 ]
 
 # These import Dynamo and Inductor, which takes a while.
@@ -68,6 +69,7 @@ _LAZY = {
     "record_routing": "routing",
     "replay_routing": "routing",
     "offload_": "offload",
+    "verify": "offload",
 }
 
 _MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"
@@ -77,7 +79,7 @@ _MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"
 if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
-    from .offload import offload_
+    from .offload import offload_, verify
     from .recorder import record
     from .report import diff, explain, last_compiled
     from .routing import record_routing, replay_routing

@@ -23,6 +23,7 @@ from .quantize import quantize
 from .run import run
 from .serve import serve
 from .start import FINE, STOPPED, USAGE
+from .verify import verify
 
 _UsageError: Any = typer.BadParameter.__base__  # typer has no name for it, which may be click's
 
@@ -99,5 +100,6 @@ _add(evaluate, "eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR
 _add(explain, "explain DIR", "explain DIR --tokens 2048 --gpu H100")
 _add(compare, "compare before.json after.json")
 _add(plan, "plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128")
+_add(verify, "verify DIR", "verify DIR --adapter OUT/adapter")
 _add(doctor, "doctor", "doctor --json")
 _add(serve, "serve DIR --port 8123", "serve DIR -- --cb-num-blocks 64")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
+import peft
 import torch
 from peft.tuners.lora import layer
 from peft.tuners.tuners_utils import check_adapters_to_merge
@@ -198,6 +200,32 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
         with torch.no_grad():
             for layers, t in zip((self.lora_A, self.lora_B), factors, strict=True):
                 layers.get_parameter(f"{name}.weight").copy_(t)
+
+    def problems(self) -> list[str]:
+        """Whether PEFT adds something else to the weight than the module that reads the factors: by
+        the first column, for `verify`.
+        """
+        return [
+            f"of {name} its module reads other factors than PEFT {peft.__version__} multiplies"
+            for name in (self._active if self.num_experts > 1 else ())
+            if not torch.allclose(*self._first_columns(name), rtol=1e-4, atol=0)
+        ]
+
+    @torch.no_grad()
+    def _first_columns(self, adapter_name: str) -> tuple[Tensor, Tensor]:
+        """What the module adds to the first column of each matrix, and what PEFT would."""
+        a, b = (t.get_parameter(f"{adapter_name}.weight") for t in (self.lora_A, self.lora_B))
+        theirs: Any = SimpleNamespace(
+            num_experts=self.num_experts,
+            lora_A={adapter_name: SimpleNamespace(weight=a[:, :1].double())},
+            lora_B={adapter_name: SimpleNamespace(weight=b.double())},
+            scaling=self.scaling,
+            get_param=lambda: a.double(),
+            _did_swap_in_out_features=True,
+        )
+        ours = self._b(adapter_name).double() @ self._a(adapter_name)[:, :, :1].double()
+        ours = self._packed.view_of(self.encoded).interleave(ours) * self.scaling[adapter_name]
+        return ours, layer.ParamWrapper.get_delta_weight(theirs, adapter_name)
 
     def _delta(self, adapter_name: str, matrix: int) -> Tensor:
         a, b = self._a(adapter_name), self._b(adapter_name)
