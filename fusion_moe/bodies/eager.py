@@ -26,6 +26,7 @@ from ..definitions.operations import (
     fp4_as_bytes,
     fusion_of,
     restored,
+    signature,
 )
 from ..definitions.run import RUN, RUN_INTO, all_inputs, named_sizes, need_written
 from ..definitions.tensor_lists import PartCounts, grouped, joined
@@ -70,12 +71,10 @@ class _Found:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the program."""
-        tensors = inputs
-        if self.changed:
-            tensors = [
-                fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t
-                for i, t in enumerate(inputs)
-            ]
+        tensors = list(inputs)
+        for i, shape in self.changed.items():
+            t = fp4_as_bytes(inputs[i])
+            tensors[i] = t if t.shape == shape else t.reshape(shape)
         outputs = self.program.run(tensors, self.sizes)
         if native.wanted():
             native.offer(self.program.plan_for_native(inputs, self.sizes))
@@ -97,6 +96,8 @@ class _Body:
 
     def __init__(self, spec: Spec):
         self._spec, self._found = spec, Remembered[Hashable, _Found](_REMEMBERED)
+        names = [name for name, _ in signature(spec.name)]
+        self._k_major = [names.index(name) for name in spec.k_major]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors, others = list[Tensor](), list[Any]()
@@ -114,8 +115,8 @@ class _Body:
             if isinstance(arg, Tensor):
                 tensors.append(arg)
             named.append((name, Tensor if isinstance(arg, Tensor) else arg))
-        strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
-        key = (_key_of(tensors), strides, *others, *named, current())
+        strides = [args[i].stride() for i in self._k_major]  # the dispatcher passes these by place
+        key = (_key_of(tensors), *strides, *others, *named, current())
         entry = self._found.get(key)
         if entry is None:
             entry = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))

@@ -309,12 +309,13 @@ def named_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """The arguments of a call of an operation by name, defaults filled in."""
     return {
         n: args[i] if i < len(args) else kwargs.get(n, default)
-        for i, (n, default) in enumerate(_signature(name))
+        for i, (n, default) in enumerate(signature(name))
     }
 
 
 @cache
-def _signature(name: str) -> tuple[tuple[str, Any], ...]:
+def signature(name: str) -> tuple[tuple[str, Any], ...]:
+    """The arguments of an operation, and their defaults or None."""
     schema = getattr(torch.ops.fusion_moe, name).default._schema
     return tuple(
         (a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments
@@ -334,7 +335,7 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     assert translator is not None
     try:
         result = translator.function(
-            fd, **{n: _argument(n, arguments) for n, _ in _signature(name)}
+            fd, **{n: _argument(n, arguments) for n, _ in signature(name)}
         )
     except Error as error:
         raise error.at(name) from None

@@ -77,7 +77,8 @@ def need_memory(tensors: Sequence[Tensor]) -> None:
     """
     for i, t in enumerate(tensors):
         held = t.untyped_storage().nbytes() - t.storage_offset() * t.itemsize
-        if (t.is_contiguous() and t.nbytes <= held) or not t.numel():
+        dense = t.is_contiguous() or (t.dim() > 1 and t.mT.is_contiguous())
+        if (dense and t.nbytes <= held) or not t.numel():
             continue
         needed = t.itemsize * (
             1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))

@@ -7,8 +7,8 @@
 // keeps some: so each tile is read once, and kernels need not know.
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
+#ifdef __AVX512VBMI__
+#include "avx512_f32.h"
 #endif
 
 #include <memory>
@@ -52,6 +52,15 @@ constexpr bool words_of_quarters() {
     return found;
 }
 
+// Whether the quarters of four rows are 64 bytes.
+template <class Order>
+constexpr bool lines_of_rows() {
+    bool found = true;
+    for (i64 n = 0; n < Order::ROWS / 4; ++n)
+        found = found && Order::of_row(n, 4) == Order::of_row(n / 4 * 4, 4) + 16 * (n % 4);
+    return found;
+}
+
 // The words of four tiles, 16 bytes of each -> four rows of 16 bytes, `apart`.
 inline void transpose_words(const u8* const (&words)[4], u8* out, i64 apart) {
     Words w[4];
@@ -64,24 +73,17 @@ inline void transpose_words(const u8* const (&words)[4], u8* out, i64 apart) {
     for (int i = 0; i < 4; ++i) std::memcpy(out + i * apart, &rows[i], sizeof rows[i]);
 }
 
-#ifdef __AVX512F__
-// The same of sixteen tiles, `step` apart -> four rows of 64 bytes.
-inline void transpose_words(const u8* words, i64 step, u8* out, i64 apart) {
-    __m512i w[4];  // 16 bytes of the tiles i, 4 + i, 8 + i, 12 + i
-    for (int i = 0; i < 4; ++i) {
-        const auto at = [&](int lane) {
-            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + (4 * lane + i) * step));
-        };
-        w[i] = _mm512_castsi128_si512(at(0));
-        for (int lane = 1; lane < 4; ++lane)
-            w[i] = _mm512_mask_broadcast_i32x4(w[i], __mmask16(15 << 4 * lane), at(lane));
-    }
-    const __m512i low[2] = {_mm512_unpacklo_epi32(w[0], w[1]), _mm512_unpacklo_epi32(w[2], w[3])},
-                  high[2] = {_mm512_unpackhi_epi32(w[0], w[1]), _mm512_unpackhi_epi32(w[2], w[3])};
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(low[0], low[1]));
-    _mm512_storeu_si512(out + apart, _mm512_unpackhi_epi64(low[0], low[1]));
-    _mm512_storeu_si512(out + 2 * apart, _mm512_unpacklo_epi64(high[0], high[1]));
-    _mm512_storeu_si512(out + 3 * apart, _mm512_unpackhi_epi64(high[0], high[1]));
+#ifdef __AVX512VBMI__
+// Lines of sixteen tiles, STEP apart, or of `there` and the last of these again; each four words of
+// four rows -> sixteen rows of 64 bytes: row 4 q + i at out + i * stride + q * apart.
+template <i64 STEP>
+[[gnu::always_inline]] inline void transpose_lines(const u8* line, i64 there, u8* out, i64 stride,
+                                                   i64 apart) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i)
+        a[i] = _mm512_loadu_si512(line + (there >= 16 ? i : std::min<i64>(i, there - 1)) * STEP);
+    transpose_vectors(a, b);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i / 4 * stride + i % 4 * apart, b[i]);
 }
 #endif
 
@@ -90,31 +92,29 @@ inline void transpose_words(const u8* words, i64 step, u8* out, i64 apart) {
 template <class Order>
 void copy_tiles(const u8* tiles, i64 columns, u8* out, i64 stride) {
     if constexpr (words_of_quarters<Order>()) {
-        constexpr i64 APART = Order::ROWS / 4, STEP = Order::of_column(4),
-                      AT_ONCE = APART % 4 == 0 ? 4 : 1;
-        for (i64 n = 0; n < APART; n += AT_ONCE) {
-            const u8* row[AT_ONCE];
-            for (i64 i = 0; i < AT_ONCE; ++i) row[i] = tiles + Order::of_row(n + i, columns);
-            const auto copy = [&](i64 b, i64 second, i64 third,
-                                  i64 fourth) __attribute__((always_inline)) {
-                for (i64 i = 0; i < AT_ONCE; ++i) {
-                    const u8* at = row[i] + b / 4 * STEP;
-                    transpose_words({at, at + second, at + third, at + fourth},
-                                    out + (n + i) * stride + b, APART * stride);
-                }
-            };
+        constexpr i64 APART = Order::ROWS / 4, STEP = Order::of_column(4);
+#ifdef __AVX512VBMI__
+        constexpr i64 AT_ONCE = APART % 4 == 0 && lines_of_rows<Order>() ? 4 : 1;
+        for (i64 n = 0; AT_ONCE == 4 && n < APART; n += 4) {
+            const u8* first = tiles + Order::of_row(n, columns);
             i64 b = 0;
-#ifdef __AVX512F__
-            for (; b + 60 < columns; b += 64) {
-                for (i64 i = 0; i < AT_ONCE; ++i)
-                    transpose_words(row[i] + b / 4 * STEP, STEP, out + (n + i) * stride + b,
-                                    APART * stride);
-            }
+            for (; b + 60 < columns; b += 64)
+                transpose_lines<STEP>(first + b / 4 * STEP, 16, out + n * stride + b, stride,
+                                      APART * stride);
+            if (b < columns)
+                transpose_lines<STEP>(first + b / 4 * STEP, (columns - b + 3) / 4,
+                                      out + n * stride + b, stride, APART * stride);
+        }
+        if (AT_ONCE == 4) return;
 #endif
-            for (; b + 12 < columns; b += 16) copy(b, STEP, 2 * STEP, 3 * STEP);
-            const i64 left = columns - b;  // the last tile stands for those that are missing
-            const i64 second = left > 4 ? STEP : 0, third = left > 8 ? 2 * STEP : second;
-            if (left > 0) copy(b, second, third, third);
+        for (i64 n = 0; n < APART; ++n) {
+            const u8* row = tiles + Order::of_row(n, columns);
+            for (i64 b = 0; b < columns; b += 16) {
+                const u8* words[4];
+                for (i64 i = 0; i < 4; ++i)
+                    words[i] = row + std::min(b / 4 + i, (columns - 1) / 4) * STEP;
+                transpose_words(words, out + n * stride + b, APART * stride);
+            }
         }
     } else {
         for (i64 n = 0; n < Order::ROWS; ++n) {
@@ -135,6 +135,7 @@ class Rows {
     };
     struct Kept {
         std::vector<std::unique_ptr<Band>> bands;
+        Band* last = nullptr;
         u64 run = 1, calls = 0;
     };
 
@@ -150,7 +151,7 @@ class Rows {
     static void of(const u8* matrix, const i64* at, i64 columns, const u8** row) {
         Kept& all = kept();
         ++all.calls;
-        const i64 stride = (columns + 63) / 64 * 64, width = Order::width(columns);
+        const i64 stride = (columns + 63) / 64 * 64 | 64, width = Order::width(columns);
         const auto first_of = [](i64 n) { return i64(u64(n) / Order::ROWS * Order::ROWS); };
         i64 first = first_of(at[0]);
         const u8* rows = band(all, matrix + first * width, columns, stride);
@@ -178,16 +179,21 @@ class Rows {
     }
 
     static const u8* band(Kept& all, const u8* tiles, i64 columns, i64 stride) {
+        if (all.last != nullptr && all.last->tiles == tiles && all.last->run == all.run) {
+            all.last->last_call = all.calls;
+            return all.last->rows.template get<u8>(0);
+        }
         Band* unused = nullptr;
         for (const auto& each : all.bands) {
             if (each->tiles == tiles && each->run == all.run) {
-                each->last_call = all.calls;
+                each->last_call = all.calls, all.last = each.get();
                 return each->rows.template get<u8>(0);
             }
             if (each->last_call + CALLS < all.calls) unused = each.get();
         }
         if (unused == nullptr) unused = all.bands.emplace_back(new Band).get();
-        unused->tiles = tiles, unused->run = all.run, unused->last_call = all.calls;
+        unused->tiles = tiles, unused->run = all.run, unused->last_call = all.calls,
+        all.last = unused;
         u8* rows = unused->rows.template get<u8>(Order::ROWS * stride);
         copy_tiles<Order>(tiles, columns, rows, stride);
         return rows;
