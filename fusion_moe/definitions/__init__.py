@@ -6,4 +6,5 @@ traced.py        what a trace has, as the IR has it
 walk.py, nodes.py
                  translators run over the calls of a graph
 tensor_lists.py  lists of tensors as arguments
+digest.py        what torch's caches know of the library
 """

@@ -334,9 +334,7 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
     try:
-        result = translator.function(
-            fd, **{n: _argument(n, arguments) for n, _ in signature(name)}
-        )
+        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in signature(name)})
     except Error as error:
         raise error.at(name) from None
     for output in result if isinstance(result, tuple) else (result,):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import DtypeError, ShapeError
 from ..ir import Fusion, parse, storage, value
+from .digest import tagging
 from .tensor_lists import PartCounts, grouped
 
 NAMESPACE = "fusion_moe"
@@ -54,7 +55,7 @@ def define(
     from torch.utils.flop_counter import register_flop_formula
 
     lib.define(name + schema, tags=tuple(tags))
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", tagging(fake), lib=lib)
     packet = getattr(torch.ops.fusion_moe, name)
     register_flop_formula(packet, get_raw=True)(count)
     packet.default._op = _of_plain_tensors(packet.default._op)

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 
 from fusion_moe import options, translator
-from fusion_moe.definitions import translate
+from fusion_moe.definitions import digest, translate
 from fusion_moe.frontends.inductor import fusion_pass
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
+from fusion_moe.ops import grouped_mm
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -95,3 +99,27 @@ def test_what_is_compiled_depends_on_translators_options_and_sources(caplog, mon
         "compiled code is not cached: the translator of test_caches::scale has no version; pass "
         "one to fusion_moe.translator"
     ]
+
+
+@pytest.mark.compiler
+def test_other_backends_compile_again_for_other_sources(monkeypatch):
+    """Code from caches would call operations as they were, and derivatives."""
+    ends = torch.tensor([3], dtype=torch.int32)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(x, [w], ends, weight_format="bf16").relu()
+
+    def misses() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        x, w = (t.bfloat16().requires_grad_() for t in (torch.randn(3, 16), torch.randn(1, 8, 16)))
+        torch.compile(f, backend="inductor")(x, w).sum().backward()
+        return counters["aot_autograd"]["autograd_cache_miss"]
+
+    with torch._inductor.utils.fresh_cache():
+        assert [misses(), misses()] == [1, 0]
+        monkeypatch.setattr(digest, "library_digest", lambda: "other")
+        digest.tag_caches.cache_clear()
+        with torch.compiler.config.patch(cache_key_tag=""):
+            assert [misses(), misses()] == [1, 0]
+            assert torch.compiler.config.cache_key_tag == " fusion_moe other"

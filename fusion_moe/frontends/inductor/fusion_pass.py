@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch._inductor import config, custom_graph_pass
@@ -16,9 +13,9 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from ...definitions import translate
+from ...definitions.digest import library_digest
 from ...messages import log, warn_once
 from ...options import Options
-from ...runtime.store import key_of
 from ..constants import store_constants
 from ..regions import Found, find_regions, limit
 from ..rewrite import replace_regions
@@ -80,22 +77,6 @@ class FusionPass(_InferenceAware):
             return None
         translators = tuple((t.op, t.version, t.as_stored) for t in users)
         return "fusion_moe", library_digest(), self.options.key(), translators, others
-
-
-@functools.cache
-def library_digest() -> str:
-    """A digest of all source files of the library, its translators included."""
-    translators = importlib.import_module(translate.BUILTIN).__file__
-    assert translators is not None
-    return key_of(
-        *(
-            part
-            for root in (Path(__file__).parents[2], Path(translators).parent)
-            for path in sorted(root.rglob("*"))
-            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh")
-            for part in (str(path.relative_to(root)), path.read_bytes())
-        )
-    )
 
 
 def _leave_single_results(result: Found) -> None:
