@@ -33,7 +33,7 @@ RUNS = {
     "DiffusionGemmaTextExperts": TANH,
     "Inkling2Experts": TANH,
     "NemotronHExperts": SQUARED,
-    "Inkling2LoopExperts": CUSTOM,
+    "Inkling2LoopExperts": TANH,
     "MuseSparkExperts": CUSTOM,
 }
 CANNOT_BE_BUILT: dict[str, str] = {}  # class: why its constructor fails here

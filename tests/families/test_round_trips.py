@@ -37,7 +37,7 @@ from tests.families.tiny import FAMILIES, tiny
 pytestmark = pytest.mark.once
 NOT_CALLED = ("qwen3_omni_moe",)  # its thinker is
 # whose own tensors beside experts get a name that its class reads too, but does not write
-RENAMED = ("hy_v4", "inkling")
+RENAMED = ("hy_v4", "hy_v4_vl", "inkling")
 CLEAN = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 

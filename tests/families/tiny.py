@@ -237,6 +237,15 @@ FAMILIES: dict[str, tuple[str, Entries]] = {
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}),
     "hy_v3": ("HYV3ForCausalLM", {}),
     "hy_v4": ("HYV4ForCausalLM", {}),
+    "hy_v4_vl": (
+        "HYV4VLForConditionalGeneration",
+        {
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}
+            },
+            "vision_config": {"max_image_size": 28},
+        },
+    ),
     "inkling": (
         "InklingForConditionalGeneration",
         {
@@ -250,6 +259,27 @@ FAMILIES: dict[str, tuple[str, Entries]] = {
         {
             "text_config": _SWA | {"unpadded_vocab_size": 90},
             "vision_config": {"projection_hidden_dim": H, "posemb_grid_size": 4},
+        },
+    ),
+    "inkling2_loop": (
+        "Inkling2LoopForConditionalGeneration",
+        {
+            "text_config": _SWA
+            | {
+                "unpadded_vocab_size": 90,
+                "n_layers_per_attn_res_block": 1,
+                "loop_layer_index_start": 1,
+                "loop_layer_index_end": 2,
+                "loop_num_passes": 2,
+                "loop_gate_rank": 8,
+            },
+            "vision_config": _OTHERS_TOWER
+            | {
+                "model_type": "inkling2_vision",
+                "text_hidden_size": H,
+                "projection_hidden_dim": H,
+                "posemb_grid_size": 4,
+            },
         },
     ),
     "jamba": (
@@ -270,6 +300,7 @@ FAMILIES: dict[str, tuple[str, Entries]] = {
     ),
     "kolibri1": ("Kolibri1ForCausalLM", {}),
     "laguna": ("LagunaForCausalLM", {}),
+    "lara_mini": ("LaraMiniForCausalLM", {"layer_types": _MIXED}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     "llama4": (
         "Llama4ForConditionalGeneration",

@@ -63,13 +63,13 @@ class SaveExperts(ConversionOps):
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
-    rows, below = list[tuple[str, SaveExperts]](), set[str]()
+    rows, below = list[tuple[str, SaveExperts]](), set[tuple[str, str]]()
     for name, source, module in _with_sources(model, sources):
-        last = name.rpartition(".")[2]
+        above, _, last = name.rpartition(".")
         for row in source.rows(module):
             rows.append((re.escape(f"{name}.{row.parameter}"), SaveExperts(name, row)))
             below.update(
-                f".{last}{one.removeprefix(name)}{row.part.suffix}".replace("*", "0")
+                (above, f".{last}{one.removeprefix(name)}{row.part.suffix}".replace("*", "0"))
                 for one in row.names
             )
     # transformers tries the last one first; before 5.21, a pattern also matches longer names
@@ -117,14 +117,16 @@ def linears_as_stored(
     return state
 
 
-def _renames(conversion: Any, names: set[str]) -> bool:
+def _renames(conversion: Any, names: set[tuple[str, str]]) -> bool:
     """Whether transformers' conversion changes what ours call the tensors of experts: one for a
-    shared expert's `down_proj`, say.
+    shared expert's `down_proj`, say. names: of what is above experts, and from there on.
     """
     if not isinstance(conversion, WeightRenaming):
         return False
     reverse = conversion.reverse_transform()
-    return not all(reverse.rename_source_key(name)[0].endswith(name) for name in names)
+    return not all(
+        reverse.rename_source_key(above + name)[0].endswith(name) for above, name in names
+    )
 
 
 def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[str, Source, Projections]]:
