@@ -38,7 +38,7 @@ from vllm.lora.request import LoRARequest
 Answer = list[Any]  # tokens, and the log-probability of each
 PROMPTS, TOKENS, SHARED = 64, 12, 144  # SHARED: tokens of the beginning that half of them have
 # in the names of classes of modules that work on rows
-_ROWWISE = "Linear", "Norm", "VocabParallelEmbedding", "Experts", "LogitsProcessor"
+_ROWWISE = "Linear", "Norm", "VocabParallelEmbedding", "Experts", "MoERunner", "LogitsProcessor"
 
 
 def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
@@ -84,7 +84,9 @@ class Rows:
         """Watches modules that work on rows, and attention's outputs."""
         for name, module in model.named_modules():
             kind = type(module).__name__
-            if kind == "Attention" or any(part in kind for part in _ROWWISE):
+            # what is below an adapter's layer knows it from elsewhere
+            rowwise = any(part in kind for part in _ROWWISE) and not name.endswith("base_layer")
+            if kind == "Attention" or rowwise:
                 module.register_forward_pre_hook(self._before(name), with_kwargs=True)
                 module.register_forward_hook(self._after(name, kind == "Attention"))
 
