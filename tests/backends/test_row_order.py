@@ -4,10 +4,12 @@ are wanted. What cannot promise that refuses.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 import torch
+from cover import few
 from cpu_tiers import TIERS
 from row_order import changed, tokens
 from torch import Tensor
@@ -25,15 +27,18 @@ COUNTS = (1, 3, 9, 24, 60, 250)  # of other rows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layer(encoding: str, hidden: int = HIDDEN, inner: int = INNER) -> Experts:
+def layer(
+    encoding: str, hidden: int = HIDDEN, inner: int = INNER, experts: int = EXPERTS
+) -> Experts:
     g = torch.Generator().manual_seed(0)
-    shapes = (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
+    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
     floats = [torch.randn(shape, generator=g) / 8 for shape in shapes]
     return Experts(*(quantize(w.bfloat16(), ENCODINGS[encoding]) for w in floats))
 
 
-def batch(dtype: torch.dtype, hidden: int = HIDDEN):
-    return lambda count, seed: tokens(count, EXPERTS, SLOTS, hidden, dtype, seed)
+def batch(dtype: torch.dtype, hidden: int = HIDDEN, experts: int = EXPERTS):
+    slots = min(SLOTS, experts)
+    return lambda count, seed: tokens(count, experts, slots, hidden, dtype, seed)
 
 
 def forward(layer: Experts):
@@ -75,9 +80,14 @@ def test_with_weights_of_any_encoding(encoding, dtype):
         assert not changed(forward(layer(encoding, 384, 128)), batch(dtype, 384), COUNTS)
 
 
-def test_among_thousands():
+@pytest.mark.parametrize("experts", [1, 4, 64])
+@pytest.mark.parametrize("encoding", few([n for n, e in ENCODINGS.items() if e.axis == -1], 2))
+def test_among_any_number_of_rows(encoding, experts):
+    """Up to thousands, and so from one row for an expert to all rows."""
+    counts = 4095, *random.Random(f"{encoding} {experts}").sample(range(1, 4095), 5)
+    made, rows = layer(encoding, 384, 128, experts), batch(torch.bfloat16, 384, experts)
     with options.override(order="row"):
-        assert not changed(forward(layer("nvfp4")), batch(torch.bfloat16), (1000, 4000, 8180))
+        assert not changed(forward(made), rows, counts)
 
 
 def test_where_only_some_blocks_have_scales_in_range():
