@@ -114,8 +114,8 @@ class Rows:
             counts["other outputs"] += known.setdefault(key, value) != value
 
     def summary(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Experts together; modules that give the same inputs other outputs; the first module whose
-        inputs no prompt alone had.
+        """Experts together; modules that give the same inputs other outputs; the first module with
+        inputs (attention: outputs) that no prompt alone had.
         """
         of_experts = [c for name, c in self.counts.items() if name.endswith(".fusion_moe")]
         names = "rows", "unknown inputs", "other outputs"
@@ -124,7 +124,10 @@ class Rows:
         # sampled rows of unfinished prompts are nobody's
         unknown = [name for name, c in self.counts.items() if c["unknown inputs"]]
         if unknown and unknown[0] != "logits_processor":
-            yield f"the first with unknown inputs: {unknown[0]}", dict(self.counts[unknown[0]])
+            yield (
+                f"the first with rows that no prompt alone had: {unknown[0]}",
+                dict(self.counts[unknown[0]]),
+            )
 
 
 def _bits(*values: Any) -> list[bytes]:

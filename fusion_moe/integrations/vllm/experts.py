@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from ...checkpoints import Scheme
 from ...encodings import Encoding, Quantized
@@ -253,6 +254,12 @@ def need_served(moe: Any) -> None:
                 "--enable-elastic-ep",
                 "ranks that keep their experts",
                 "leave it out",
+            ),
+            (
+                envs.VLLM_BATCH_INVARIANT and not HAS_TRITON,
+                "VLLM_BATCH_INVARIANT=1, for which vLLM needs Triton",
+                "a GPU, or the option of this library's experts alone",
+                "set FUSION_MOE_ORDER=row in its place",
             ),
             (
                 moe.moe_backend != "auto",

@@ -622,6 +622,11 @@ def test_what_is_refused(golden: Callable[[str], None]) -> None:
         with set_current_vllm_config(made):
             need_served(layer(**changes))
 
+    def with_flag() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_BATCH_INVARIANT", "1")
+            need_served(layer())
+
     of_rows, adapters = {}, {}
     for name in "SILU", "SWIGLUOAI_UNINTERLEAVE", "GELU":
         moe = layer(activation=MoEActivation[name])
@@ -644,6 +649,7 @@ def test_what_is_refused(golden: Callable[[str], None]) -> None:
                 "mxfp8": lambda: read_config({"quant_method": "mxfp8"}),
                 "FP8_PB_WO": lambda: read_config(NVFP4_CONFIG | {"quant_algo": "FP8_PB_WO"}),
                 "another backend": lambda: need_served(layer(moe_backend="marlin")),
+                "the flag on a CPU": with_flag,
                 "ranks that come and go": with_config,
                 **adapters,
                 **of_rows,
