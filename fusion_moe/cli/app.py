@@ -99,7 +99,11 @@ _add(
 _add(evaluate, "eval DIR --text FILE", "eval DIR --text FILE --against FLOAT_DIR", name="eval")
 _add(explain, "explain DIR", "explain DIR --tokens 2048 --gpu H100")
 _add(compare, "compare before.json after.json")
-_add(plan, "plan DIR", "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128")
+_add(
+    plan,
+    "plan DIR --gpu H100 --gpu-memory 20GiB --ram 128",
+    "plan --train --config qwen3-30b --tokens 16384 --rank 8 --chunked-loss --gpu 24GB",
+)
 _add(verify, "verify DIR", "verify DIR --adapter OUT/adapter")
 _add(doctor, "doctor", "doctor --json")
 _add(serve, "serve DIR --port 8123", "serve DIR -- --cb-num-blocks 64")

@@ -1,10 +1,11 @@
-"""fusion-moe plan: what of a model fits where, if experts are offloaded, by the headers of its
-files.
+"""fusion-moe plan: what of a model fits where, if experts are offloaded, to run it or to train
+adapters, by the headers of its files.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +15,15 @@ import typer
 from ..arch import lookup
 from ..errors import OptionError
 from ..messages import amount, bytes_of, check_checkpoint, ratio
+from .bench import SIZES
 from .output import Result
-from .start import load
+from .start import FINE, PROBLEMS, load
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..offload.plan import Plan
+    from ..offload.plan import Model, Plan
+    from ..offload.train_plan import TrainPlan
 
 _GIB = re.compile(r"\d+(\.\d+)?")
 # bytes that the drivers of these GPUs show
@@ -59,11 +62,41 @@ class Planned(Result):
         )
 
 
+@dataclass(frozen=True)
+class TrainPlanned(Result):
+    """A plan for training adapters. of: a directory, or the name of a configuration; gpu: whose
+    speed is expected.
+    """
+
+    schema = "fusion_moe.train_plan/1"
+    of: str
+    gpu: str
+    plan: TrainPlan
+
+    @property
+    def exit_code(self) -> int:
+        """1 where it does not fit, else 0."""
+        return FINE if self.plan.plan else PROBLEMS
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and the speed that follows from them."""
+        return {**super().to_json(), "tokens_per_second": self.plan.tokens_per_second}
+
+    def print(self, console: Console) -> None:
+        """Memory by part, speed, and what to do."""
+        console.print(f"{self.of}, {self.plan}", soft_wrap=True)
+        if self.plan.plan:
+            console.print(f"as fast as an {self.gpu}; nothing was measured here", soft_wrap=True)
+
+
 def plan(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
-    ],
-    gpu: Annotated[str, typer.Option(help="H100 or H200. [default: H100]")] = "",
+        Path | None,
+        typer.Argument(metavar="DIR", help="A directory with config.json and safetensors."),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="H100 or H200, or 24GB of another. [default: H100]")
+    ] = "",
     gpu_memory: Annotated[
         str | None, typer.Option(help="How much of its memory, such as 20GiB. [default: all]")
     ] = None,
@@ -76,12 +109,26 @@ def plan(
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
     ] = 8192,
-) -> Planned:
+    config: Annotated[str, typer.Option(help="qwen3-30b: its sizes, without a directory.")] = "",
+    train: Annotated[bool, typer.Option("--train", help="Adapters of all experts.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="With --train: of a forward.")] = 4096,
+    rank: Annotated[int, typer.Option(min=1, help="With --train: of adapters.")] = 16,
+    checkpointing: Annotated[bool, typer.Option(help="With --train: of gradients.")] = True,
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="With --train: logits of some tokens at once.")
+    ] = False,
+    link: Annotated[float, typer.Option(help="With --train: GB/s to the GPU.")] = 50.0,
+    tflops: Annotated[
+        float, typer.Option(help="With --train: of whole steps. [default: the GPU's]")
+    ] = 0.0,
+) -> Result:
     """What of a model fits on a GPU, and how fast that would be. The rest stays in memory.
 
     Reads headers only, and needs no GPU.
     """
     asked, known = bool(gpu), lookup(gpu or "H100")
+    if gpu and gpu[0].isdigit():
+        gpu, gpu_memory, asked, known = "", gpu_memory or gpu, False, lookup("H100")
     gpu = known.name if known else gpu
     if gpu not in _MEMORY:
         raise OptionError(
@@ -93,12 +140,37 @@ def plan(
         )
     memory = _MEMORY[gpu] if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
     held = None if ram is None else bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
-    check_checkpoint(directory)
+    if (directory is None) != bool(config) or config not in ("", *SIZES) or (config and not train):
+        raise OptionError(
+            f"DIR = {directory}, --config = {config!r}",
+            expected=f"a directory or, with --train, --config of {', '.join(SIZES)}",
+            where="plan",
+        )
+    if link <= 0 or tflops < 0:
+        raise OptionError(f"--link {link} --tflops {tflops}", expected="above 0", where="plan")
+    if directory is not None:
+        check_checkpoint(directory)
     load()
-    from ..checkpoints import Directory
-    from ..offload import folder as folders, machine as machines, plan as plans
+    from ..offload import folder as folders, machine as machines, plan as plans, train_plan
 
-    model = plans.Model.of_directory(Directory.open(directory))
+    of, (model, sizes) = config or str(directory), _model(directory, config)
+    if train:
+        step = train_plan.Step(tokens, rank, checkpointing, chunked_loss)
+        speed = link * 1e9, tflops * 1e12 or train_plan.FLOPS[gpu]
+        return TrainPlanned(of, gpu, train_plan.plan(model, sizes, memory, step, held, *speed))
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     result = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
-    return Planned(str(directory), gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)
+    return Planned(of, gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)
+
+
+def _model(directory: Path | None, config: str) -> tuple[Model, Mapping[str, Any]]:
+    """The sizes of a model, and its configuration."""
+    from ..checkpoints import Directory
+    from ..offload import plan as plans, train_plan
+
+    if directory is None:
+        from ..integrations.transformers.bench import SIZES as ALL_SIZES
+
+        return train_plan.of_sizes(ALL_SIZES[config]), ALL_SIZES[config]
+    opened = Directory.open(directory)
+    return plans.Model.of_directory(opened), opened.config

@@ -5,7 +5,8 @@ plan = fusion_moe.offload.offload_(model, max_memory={0: "20GiB", "cpu": "100GiB
 print(plan)
 fusion_moe.offload.counters(model)    # hits, misses, copies, for each layer
 
-offload.py       `offload_`; loading.py: `from_pretrained`; plan.py: what fits where
+offload.py       `offload_`; loading.py: `from_pretrained`; plan.py: what fits where,
+                 train_plan.py: to train
 experts.py       the module; steps.py, long_steps.py: its Fusion, cut before the sum of rows
 cache.py         which experts are on the device; moves.py: which replace which
 split.py         which misses are copied, which computed; machine.py, turnaround.py: how fast

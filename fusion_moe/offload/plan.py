@@ -27,8 +27,8 @@ WORKSPACE = 2**30  # of a GPU: its context, activations, what kernels need
 DISK = 3e9  # bytes per second that a disk is read with, of NVMe: assumed
 LAUNCHES = 20e-6  # seconds of a layer of small weights: about ten kernels in a CUDA graph
 _EXPERTS = re.compile(r"^(.*\bexperts)\b(?:\.(\d+)\.)?")  # not shared_experts
-_SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
-_INNER = ("moe_intermediate_size", "intermediate_size")
+SLOTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k")
+INNER = ("moe_intermediate_size", "intermediate_size")
 _MARGIN = 4 * pages.PAGE  # of the files of a layer
 
 
@@ -96,8 +96,8 @@ class Model:
             )
         layers = []
         for name, nbytes in sizes.items():
-            hidden, inner = (number(config, name, keys) or 0 for keys in (("hidden_size",), _INNER))
-            each, slots = nbytes // counts[name], number(config, name, _SLOTS) or 1
+            hidden, inner = (number(config, name, keys) or 0 for keys in (("hidden_size",), INNER))
+            each, slots = nbytes // counts[name], number(config, name, SLOTS) or 1
             layers.append(Layer(name, counts[name], each, 3 * hidden * inner, slots))
         return cls(tuple(layers), rest, _kv(config))
 
@@ -110,7 +110,7 @@ class Model:
         rest = sum(t.nbytes for key, t in tensors.items() if key not in inside)
         layers = []
         for name, module in experts.items():
-            slots = number(config, name, _SLOTS) or 1
+            slots = number(config, name, SLOTS) or 1
             shapes = [module.shape_of(projection) for projection in module.projections]
             count, macs = shapes[0][0], sum(n * k for _, n, k in shapes)
             layers.append(Layer(name, count, -(-module.nbytes // count), macs, slots))
@@ -195,7 +195,7 @@ class Plan:
             f"on the device, of {_limit(self.device_memory)}:",
             f"  all but experts  {amount(m.rest, 'B')}",
             f"  keys and values  {amount(m.kv * self.kv_tokens, 'B')}, {self.kv_tokens:,} tokens",
-            f"  experts          {amount(self._in_slots(), 'B')}, {slots}: {self.resident:.0%} of "
+            f"  experts          {amount(self.in_slots, 'B')}, {slots}: {self.resident:.0%} of "
             f"them stay between steps",
             f"in memory: {amount(held, 'B')} of experts in {count(len(self.in_memory), 'layer')}"
             + (f", of {_limit(self.ram)}" if self.ram is not None else ""),
@@ -204,7 +204,9 @@ class Plan:
         ]
         return "\n".join(rows[:4] if self.whole else rows if self.in_files else rows[:5])
 
-    def _in_slots(self) -> int:
+    @property
+    def in_slots(self) -> int:
+        """The bytes of all slots."""
         layers = zip(self.slots, self.model.layers, strict=True)
         return sum(n * layer.nbytes for n, layer in layers)
 

@@ -1,0 +1,189 @@
+"""What a step that trains adapters needs of a GPU and of the host, and how fast it would be, before
+anything is loaded: by arithmetic on a model's sizes.
+
+What is computed and saved was fitted to peaks on an H200 (4 layers of Qwen3-30B's sizes, 16,384
+tokens, with gradient checkpointing and without); rates are those of the same runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..checkpoints import number
+from ..encodings import NVFP4
+from ..messages import amount
+from .plan import INNER, SLOTS, WORKSPACE, Layer, Model, Plan, make
+
+LINK = 5.0e10  # bytes per second that experts are copied with: PCIe 5, x16
+FLOPS = {"H100": 1.4e14, "H200": 1.9e14}  # per second, of whole steps
+_UNPACK = 7.5e11  # bytes per second of experts that the GPU puts into the layout of its kernels
+_BUFFERS = 3  # each as large as a layer's experts
+_ADAM = 16  # bytes of a factor: it, its gradient and two moments, in float32
+_LOGIT = 10  # bytes: it in 16 bits, in float32 and its gradient
+_CHUNK = 1024  # tokens whose logits a loss in chunks has at once
+
+
+@dataclass(frozen=True)
+class Step:
+    """What trains. tokens: of a forward, without accumulation; rank: of the adapters of all
+    experts; checkpointing: of gradients, by layers; chunked_loss: whether logits are never there
+    for all tokens.
+    """
+
+    tokens: int = 4096
+    rank: int = 16
+    checkpointing: bool = True
+    chunked_loss: bool = False
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """parts: bytes of the GPU's memory by what they are for, but experts that stay there; plan:
+    which do, None if there is no room for the parts; seconds of a step: of copies, and of products.
+    """
+
+    step: Step
+    memory: int
+    parts: Mapping[str, int]
+    plan: Plan | None
+    copies: float
+    products: float
+    advice: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Copies run under products."""
+        return self.step.tokens / max(self.copies, self.products)
+
+    def __str__(self) -> str:
+        rows = [f"a step of {self.step.tokens:,} tokens, of {amount(self.memory, 'B')}:"]
+        rows += [f"  {name:<24}{amount(n, 'B')}" for name, n in self.parts.items()]
+        if self.plan is None:
+            missing = sum(self.parts.values()) - self.memory
+            return "\n".join([*rows, f"too much by {amount(missing, 'B')}", *self.advice])
+        experts = amount(self.plan.in_slots, "B")
+        rows += [f"  {'experts':<24}{experts}, {self.plan.resident:.0%} stay between steps"]
+        if not self.plan.whole:
+            rows += [f"in memory: {amount(self.plan.model.experts, 'B')} of experts"]
+        of = "copies" if self.copies > self.products else "products"
+        rows += [
+            f"copies {self.copies:.3g} s, products {self.products:.3g} s: about "
+            f"{float(f'{self.tokens_per_second:.3g}'):,.0f} tokens/s, bound by {of}"
+        ]
+        return "\n".join([*rows, *self.advice])
+
+
+def of_sizes(config: Mapping[str, Any]) -> Model:
+    """A model by its configuration alone, with experts in NVFP4."""
+    hidden, inner, experts, slots, layers = (
+        _entry(config, *keys)
+        for keys in (("hidden_size",), INNER, ("num_experts",), SLOTS, ("num_hidden_layers",))
+    )
+    shapes = (2 * inner, hidden), (hidden, inner)
+    nbytes = sum(
+        prod(NVFP4.part_shape(part, (1,), n, k, runs)) * part.dtype.itemsize
+        for (n, k), runs in zip(shapes, (2, 0), strict=True)
+        for part in NVFP4.parts
+    )
+    layer = Layer("", experts, nbytes, 3 * hidden * inner, slots)
+    dense = layers * (_attention(config) + hidden * (experts + 2))
+    head = _entry(config, "vocab_size") * hidden
+    rest = 2 * (dense + (1 if config.get("tie_word_embeddings", True) else 2) * head)
+    return Model((layer,) * layers, rest, 0)
+
+
+def plan(
+    model: Model,
+    config: Mapping[str, Any],
+    memory: int,
+    step: Step,
+    ram: int | None = None,
+    link: float = LINK,
+    flops: float = FLOPS["H100"],
+) -> TrainPlan:
+    """What fits of a model into so many bytes of a GPU, and how fast a step is. OptionError for too
+    little `ram`.
+    """
+    parts, whole = _parts(model, config, step), None
+    needed = sum(parts.values())
+    without = {name: n for name, n in parts.items() if name != "buffers for copies"}
+    if memory >= sum(without.values()) + model.experts:
+        parts, needed = without, sum(without.values())
+    least = 0 if parts is without else 3 * sum(layer.nbytes for layer in model.layers)
+    if memory >= needed + least:
+        kept = {"kv_tokens": 0, "workspace": needed - model.rest, "where": "plan"}
+        whole = make(model, memory, ram, **kept)  # type: ignore[arg-type]
+    away = 0.0 if whole is not None and whole.whole else 1 - (whole.resident if whole else 0)
+    passes = 2 - 2 / len(model.layers)  # forward and backward; the ends of both are there
+    copied, products = passes * away * model.experts, _flops(model, config, step) / flops
+    products += passes * bool(away) * model.experts / _UNPACK
+    advice = tuple(_advice(model, config, memory, step, whole, copied / link > products))
+    return TrainPlan(step, memory, parts, whole, copied / link, products, advice)
+
+
+def _parts(model: Model, config: Mapping[str, Any], step: Step) -> dict[str, int]:
+    layers, hidden, inner = len(model.layers), _entry(config, "hidden_size"), _entry(config, *INNER)
+    slots = max(layer.slots for layer in model.layers)
+    saved = 2 * (slots * 2 * inner + 6 * hidden + _attention(config) // hidden)
+    working, kept = 2 * slots * (3 * hidden + inner), layers * saved
+    if step.checkpointing:
+        kept = layers * 2 * hidden + saved
+    logits = min(step.tokens, _CHUNK) if step.chunked_loss else step.tokens
+    factors = sum(layer.experts for layer in model.layers) * (2 * hidden + 3 * inner)
+    return {
+        "all but experts": model.rest,
+        "adapters, Adam": _ADAM * step.rank * factors,
+        "saved activations": step.tokens * kept,
+        "a layer's activations": step.tokens * working,
+        "logits and loss": _LOGIT * logits * _entry(config, "vocab_size"),
+        "buffers for copies": _BUFFERS * max(layer.whole for layer in model.layers),
+        "to work with": WORKSPACE,
+    }
+
+
+def _flops(model: Model, config: Mapping[str, Any], step: Step) -> float:
+    """Of a step: forward, gradients of activations, and forward again with checkpointing."""
+    routed = sum(layer.slots * layer.macs for layer in model.layers)
+    dense = len(model.layers) * _attention(config)
+    head = _entry(config, "vocab_size") * _entry(config, "hidden_size")
+    return 2.0 * step.tokens * ((2 + step.checkpointing) * (routed + dense) + 2 * head)
+
+
+def _attention(config: Mapping[str, Any]) -> int:
+    """Numbers of a layer's four projections."""
+    hidden, heads = _entry(config, "hidden_size"), _entry(config, "num_attention_heads")
+    size = number(config, "", ("head_dim",)) or hidden // heads
+    return 2 * hidden * size * (heads + (number(config, "", ("num_key_value_heads",)) or heads))
+
+
+def _advice(
+    model: Model,
+    config: Mapping[str, Any],
+    memory: int,
+    step: Step,
+    made: Plan | None,
+    by_copies: bool,
+) -> list[str]:
+    """What to do for the plan, or what to change."""
+    if made is not None:
+        each = sum(layer.nbytes for layer in model.layers)
+        room = model.rest + WORKSPACE + each * min(made.slots)
+        how = f'max_memory={{0: "{room / 2**30:.1f}GiB"}}, kv_tokens=0'
+        lines = [] if made.whole else [f"load it with {how}: the rest is for training"]
+        return lines + (["more tokens a step cost no more copies"] if by_copies else [])
+    now = sum(_parts(model, config, step).values())
+    changes = {
+        "--checkpointing": replace(step, checkpointing=True),
+        "--chunked-loss, such as use_liger_kernel=True": replace(step, chunked_loss=True),
+        f"--rank {step.rank // 2}": replace(step, rank=max(1, step.rank // 2)),
+        f"--tokens {step.tokens // 2}, and accumulation": replace(step, tokens=step.tokens // 2),
+    }
+    saves = {how: now - sum(_parts(model, config, s).values()) for how, s in changes.items()}
+    return [f"{how} saves {amount(n, 'B')}" for how, n in saves.items() if n > 0]
+
+
+def _entry(config: Mapping[str, Any], *keys: str) -> int:
+    return number(config, "", keys) or 0

@@ -1,0 +1,101 @@
+"""Plans for training: sizes are those of a model, parts those of measured peaks, and what does not
+fit says what to change.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import fusion_moe
+from fusion_moe.cli.app import app
+from fusion_moe.errors import OptionError
+from fusion_moe.integrations.transformers.bench import SIZES
+from fusion_moe.nn import Experts
+from fusion_moe.offload.plan import WORKSPACE, Model
+from fusion_moe.offload.train_plan import Step, of_sizes, plan
+
+BIG = SIZES["qwen3-30b"]
+
+
+def test_sizes_are_those_of_a_model():
+    sizes = SIZES["tiny"]
+    config = AutoConfig.for_model(**sizes, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fusion_moe.quantize_(model)
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
+    want = Model.of_module(model, experts)
+    found = of_sizes({**sizes, "tie_word_embeddings": False})
+    assert [(x.experts, x.nbytes, x.macs, x.slots) for x in found.layers] == [
+        (x.experts, x.nbytes, x.macs, x.slots) for x in want.layers
+    ]
+    assert found.rest == pytest.approx(want.rest, rel=0.01)  # but norms
+
+
+@pytest.mark.parametrize(("checkpointing", "measured"), [(False, 7.80e9), (True, 5.27e9)])
+def test_parts_are_those_of_measured_peaks(checkpointing, measured):
+    """4 layers on an H200, 4 sequences of 4,096 tokens, without an optimizer's moments."""
+    sizes = BIG | {"num_hidden_layers": 4, "vocab_size": 2048}
+    model, step = of_sizes(sizes), Step(4 * 4096, checkpointing=checkpointing)
+    parts = plan(model, sizes, 10**12, step).parts
+    assert "buffers for copies" not in parts
+    peak = sum(parts.values()) - WORKSPACE - parts["adapters, Adam"] / 2 + model.experts
+    assert 1 <= peak / measured < 1.15
+
+
+def test_what_does_not_fit_says_what_to_change():
+    model, step = of_sizes(BIG), Step(16384)
+    short = plan(model, BIG, 24 * 10**9, step)
+    assert short.plan is None
+    assert "too much by" in str(short)
+    assert [line.split()[0] for line in short.advice] == ["--chunked-loss,", "--rank", "--tokens"]
+    less = Step(16384, rank=8, chunked_loss=True)
+    fits = plan(model, BIG, 24 * 10**9, less)
+    assert fits.plan is not None
+    assert not fits.plan.whole
+    assert sum(fits.parts.values()) + fits.plan.in_slots <= fits.memory
+    assert "max_memory={0: " in fits.advice[0]
+    copies = (1 - fits.plan.resident) * model.experts * (2 - 2 / 48)
+    assert fits.copies == pytest.approx(copies / 5e10)
+    assert fits.tokens_per_second == pytest.approx(16384 / fits.products)
+    few = plan(model, BIG, 24 * 10**9, Step(512, rank=8, chunked_loss=True))
+    assert few.tokens_per_second == pytest.approx(512 / few.copies)
+    assert "bound by copies" in str(few)
+    whole = plan(model, BIG, 80 * 10**9, less)
+    assert whole.plan is not None
+    assert (whole.plan.whole, whole.copies) == (True, 0)
+    with pytest.raises(OptionError, match="of memory"):
+        plan(model, BIG, 24 * 10**9, less, ram=10**9)
+
+
+def test_command(tmp_path):
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["plan", *arguments])
+
+    sizes = "--train", "--config", "qwen3-30b", "--tokens", "16384", "--gpu", "24GB"
+    short = run(*sizes)
+    assert short.exit_code == 1
+    assert "--rank 8 saves" in short.stdout
+    fits = run(*sizes, "--rank", "8", "--chunked-loss")
+    assert fits.exit_code == 0
+    assert "load it with max_memory={0:" in fits.stdout
+    assert "as fast as an H100" in fits.stdout
+    shown = json.loads(run(*sizes, "--rank", "8", "--chunked-loss", "--link", "1", "--json").stdout)
+    assert shown["tokens_per_second"] == pytest.approx(16384 / shown["plan"]["copies"])
+    for wrong in (
+        ("--train",),
+        ("--config", "qwen3-30b"),
+        ("--train", "--config", "qwen4"),
+        (*sizes, "--link", "0"),
+        (*sizes, "--gpu", "24XB"),
+    ):
+        assert run(*wrong).exit_code == 2, wrong
