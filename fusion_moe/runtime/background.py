@@ -17,11 +17,12 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
+from ..messages import warn_once
 from .host_memory.bandwidth import cpus
 from .precompile import Build
 
@@ -58,7 +59,8 @@ def start(builds: Iterable[Build]) -> Started:
 def ahead(builds: Callable[[], Iterable[Build]]) -> None:
     """Starts builds that later calls may need, on threads of low priority, where `builds` runs too.
 
-    An error is left to the call that needs the build. At the interpreter's exit none begins.
+    An error is left to the call that needs the build; a warning says so. At the interpreter's exit
+    none begins.
     """
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(_ahead, builds), name="fusion_moe compile ahead").start()
@@ -67,7 +69,9 @@ def ahead(builds: Callable[[], Iterable[Build]]) -> None:
 def _ahead(builds: Callable[[], Iterable[Build]]) -> None:
     _give_way()
     with _one_at_a_time:
-        waiting = deque(build for _, build in builds())
+        waiting = deque[Callable[[], object]]()
+        with _warned():
+            waiting.extend(build for _, build in builds())
         helpers = [
             threading.Thread(target=contextvars.copy_context().run, args=(_drain, waiting))
             for _ in range(min(len(waiting), cpus() - 1) - 1)
@@ -86,8 +90,20 @@ def _drain(waiting: deque[Callable[[], object]]) -> None:
             build = waiting.popleft()
         except IndexError:
             return
-        with contextlib.suppress(Exception):
+        with _warned():
             build()
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Nobody waits for what runs ahead: an error becomes a warning."""
+    try:
+        yield
+    except Exception as error:
+        warn_once(
+            f"a kernel was not compiled ahead ({type(error).__name__}: {error}); the call that "
+            "needs it compiles it"
+        )
 
 
 def _give_way() -> None:

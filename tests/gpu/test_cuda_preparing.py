@@ -112,7 +112,7 @@ def ahead() -> bool:
     return any("compile ahead" in thread.name for thread in threading.enumerate())
 
 
-def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch):
+def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch, caplog):
     """In the background; bits are those of calls that compile for themselves."""
     with options.override(compile_ahead=True):
         O.expert_mlp(*arguments(8), weight_layout="w16x64")
@@ -120,6 +120,7 @@ def test_the_first_call_compiles_for_other_counts_too(cold, monkeypatch):
     while ahead() and time.monotonic() < end:
         time.sleep(0.05)
     assert not ahead()
+    assert [said for said in caplog.messages if "not compiled ahead" in said] == []
     monkeypatch.setattr(nvrtc, "_compile", None)
     for count in (1, 3, 17, 65, 300, 2000):
         assert O.expert_mlp(*arguments(count), weight_layout="w16x64").any()

@@ -95,8 +95,19 @@ def test_the_exit_waits_for_what_was_started():
     assert not ran.stderr
 
 
-def test_what_may_be_needed_is_built_ahead():
-    """On other threads, what makes the list too; an error is nobody's until it is asked for."""
+def ended() -> bool:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if not any("compile ahead" in thread.name for thread in threading.enumerate()):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_what_may_be_needed_is_built_ahead(caplog):
+    """On other threads, what makes the list too; an error is nobody's until it is asked for, but
+    for a warning.
+    """
     done, threads = threading.Event(), set[int]()
 
     def builds() -> list[Build]:
@@ -106,6 +117,22 @@ def test_what_may_be_needed_is_built_ahead():
     background.ahead(builds)
     assert done.wait(SECONDS)
     assert threading.get_ident() not in threads
+    assert ended()
+    (said,) = caplog.messages
+    assert said == (
+        "a kernel was not compiled ahead (ZeroDivisionError: division by zero); the call that "
+        "needs it compiles it"
+    )
+
+
+def test_a_list_that_cannot_be_made_is_a_warning_too(caplog):
+    def builds() -> list[Build]:
+        raise BuildError("no list")
+
+    background.ahead(builds)
+    assert ended()
+    (said,) = caplog.messages
+    assert "(BuildError: no list" in said
 
 
 def test_the_exit_waits_for_none_that_may_be_needed():
