@@ -1,5 +1,5 @@
 """What kernels of the CPU include first, compiled once for all of them: a compiler spends a third
-of its time for a small one on it. And, without `--all`, -O1 in place of -O3, which halves the rest.
+of its time for a small one on it. And, without `--all`, -O0 in place of -O3: a third of the rest.
 """
 
 from __future__ import annotations

@@ -150,6 +150,7 @@ def test_a_kernel_that_is_asked_for_gets_the_weights_that_it_reads():
         assert (made[0].name, made[-1].name) == (first, variant)
 
 
+@pytest.mark.slow
 @needs_nvdisasm
 @pytest.mark.parametrize("arch", [H200, L40S], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("layout", ["linear", "sf128x4"])

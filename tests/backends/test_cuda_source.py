@@ -428,7 +428,7 @@ def round_of(variant: SmallM) -> int:
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("number", "variant"),
-    few(enumerate(VARIANTS), 8),
+    few(enumerate(VARIANTS), 4),
     ids=[f"{v.name}@{v.per_sm}" for v in VARIANTS],
 )
 def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Variant):
@@ -466,7 +466,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Vari
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("variant", "product", "fragment_order"),
-    [(LargeM(160, 3), 0, False), (LargeM(160, 3), 1, True), (LargeM(48, 4, 2), 0, True)],
+    few([(LargeM(160, 3), 0, False), (LargeM(160, 3), 1, True), (LargeM(48, 4, 2), 0, True)]),
 )
 def test_large_m_stores_by_whole_instructions(variant, product, fragment_order):
     """At least 8 bytes at a time; elements of 16 bits are transposed."""
@@ -481,7 +481,9 @@ def test_large_m_stores_by_whole_instructions(variant, product, fragment_order):
 @needs_nvdisasm
 @pytest.mark.parametrize("in_fragment_order", [False, True])
 @pytest.mark.parametrize(
-    ("variant", "k"), [(M48_96[0], 2048), (M48_96[1], 320), (M80[0], 64), (M160[0], 320)], ids=str
+    ("variant", "k"),
+    few([(M48_96[0], 2048), (M48_96[1], 320), (M80[0], 64), (M160[0], 320)], 2),
+    ids=str,
 )
 def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
     variant, k, in_fragment_order, monkeypatch
@@ -913,7 +915,7 @@ def test_tensors_elsewhere_are_refused():
 
 
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
-@pytest.mark.parametrize("tokens", [1, 4096])
+@pytest.mark.parametrize("tokens", few([1, 4096]))
 def test_tiles_are_marked_only_on_request(tokens):
     """Of a product that reads weights and of one that multiplies. Marks need no memory of threads:
     nothing is kept in registers between them.

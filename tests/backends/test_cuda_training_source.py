@@ -100,7 +100,6 @@ def ways(source: Source) -> str:
             ("fp8_block", 192, 320, [4, 2]),
             ("fp8_block", 256, 256, [4, 2]),
         ],
-        2,
     ),
 )
 def test_a_recipe_is_one_call_of_our_kernels(form, inner, hidden, copies):
@@ -185,7 +184,7 @@ def test_which_kernels_a_layer_has():
     ]
 
 
-@pytest.mark.parametrize(("how", "hidden"), few([("plain", 100), *((how, 256) for how in HOW)], 2))
+@pytest.mark.parametrize(("how", "hidden"), few([("plain", 100), *((how, 256) for how in HOW)]))
 def test_everything_compiles(how, hidden):
     made = derivative(how, hidden)
     for kernel in (*kernels(made.forward), *kernels(made.backward)):
@@ -284,7 +283,7 @@ ADAPTED = [
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("weight_format", "layout", "rank"), few(ADAPTED, 2))
+@pytest.mark.parametrize(("weight_format", "layout", "rank"), few(ADAPTED))
 def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
     """B (A x) is added by the kernel of W x, for any number of rows, without local memory."""
     made = adapted(weight_format, layout, rank=rank)
@@ -324,7 +323,7 @@ FEW_BITS = [
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), few(FEW_BITS, 2))
+@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), few(FEW_BITS))
 def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
     """Both of a layer, for few rows and many: tiles are transposed in registers, and products run
     while the next fragments are made.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import few
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
@@ -179,9 +180,10 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_bench_of_all_modes():
+@pytest.mark.parametrize("others", few(["thunder", "inductor,thunder,thunderfx"]))
+def test_bench_of_all_modes(others):
     """What does not run, as thunder where it is not installed, is a row that says why."""
-    modes = "eager", "inductor", "fusion_moe", "thunder", "thunderfx"
+    modes = "eager", "fusion_moe", *others.split(",")
     small = ("--layers", 1, "--prompt", 6, "--repeats", 2, "--mode", ",".join(modes))
     found = json.loads(call("bench", "--config", "tiny", *small, "--json").stdout)
     rows = {(row["of"], row["mode"]): row for row in found["rows"]}
@@ -189,7 +191,7 @@ def test_bench_of_all_modes():
     there = find_spec("thunder") is not None
     for (_, mode), row in rows.items():
         assert row["name"] == ("fusion_moe NVFP4" if mode == "fusion_moe" else f"{mode} bf16")
-        runs = mode in modes[:3] or (there and mode == "thunderfx")
+        runs = "thunder" not in mode or (there and mode == "thunderfx")
         assert bool(row["times"]) == runs, row  # thunder.jit takes no whole model of transformers
         assert bool(row["why"]) != runs
         if "thunder" in mode and not there:

@@ -96,6 +96,7 @@ WINDOWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_in_place_of_modules(name, in_graph):

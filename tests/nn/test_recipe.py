@@ -121,7 +121,7 @@ def extra_of(model: Sequential) -> list[Tensor]:
     return [COUNTS, *scales[: int(biased)], scales[1], COUNTS, *scales[2 : 2 + int(biased)]]
 
 
-@pytest.mark.parametrize(("chain", "recipe"), few([*((c, MX) for c in CHAINS), ("biases", FP8)], 2))
+@pytest.mark.parametrize(("chain", "recipe"), few([*((c, MX) for c in CHAINS), ("biases", FP8)]))
 def test_sequential_is_its_modules_one_by_one(chain, recipe):
     """Up to the roundings that fused kernels leave out; 8-bit copies of what differs by one differ
     by more.
@@ -321,7 +321,7 @@ def test_what_is_saved(recipe, scale, weights):
     assert "fidelity, not speed" in " ".join(report.details().split())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, 2))
 def test_the_input_itself_is_saved(recipe):
     """In place of copies in 8 bits, from which come the same bits: less is stored, since the input
     and what SwiGLU's derivative reads are there anyway.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cover import few
 from kernels_on_cpu import folder
 from on_cpu import library
 from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
@@ -141,7 +142,7 @@ def test_equal_to_the_plain_module(slots, constants):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{"scale_on": "input"}, {}])
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("encoding", few(["nvfp4", "mxfp4", "fp8"]))
 def test_other_layers(encoding, more):
     plain = encoded(encoding, **more)
     found, args = offloaded(plain, 3), tokens(9)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bad_calls import messages
+from cover import few
 from experts import experts, float_weights
 from torch import Tensor
 from ways import HOW, every_way
@@ -148,14 +149,17 @@ LORA = {
 @pytest.mark.parametrize("order", ["free", "row"])
 @pytest.mark.parametrize(
     "more",
-    [
-        {"weight_format": "nvfp4"},
-        {"weight_format": "nvfp4", "lora": True, "bias": True},
-        {"weight_format": "nvfp4", "scale_on": "input"},
-        {"weight_format": "nvfp4", "activation_format": "int8"},
-        {"weight_format": "bf16"},
-        {"weight_format": "f32", "bias": True},
-    ],
+    few(
+        [
+            {"weight_format": "nvfp4"},
+            {"weight_format": "nvfp4", "lora": True, "bias": True},
+            {"weight_format": "nvfp4", "scale_on": "input"},
+            {"weight_format": "nvfp4", "activation_format": "int8"},
+            {"weight_format": "bf16"},
+            {"weight_format": "f32", "bias": True},
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_no_memory_is_read_for_experts_elsewhere(more, order, poisoned):

@@ -59,7 +59,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", DIRECTORIES)
+@pytest.mark.parametrize("name", few(DIRECTORIES, 9))
 def test_logits_are_those_of_the_decoded_weights(name):
     model = from_pretrained(MADE / name, dtype=torch.float32)
     assert relative(logits(model), logits(plain_model(MADE / name))) <= 1e-5
