@@ -13,8 +13,8 @@ import torch
 from cover import few
 from kernels_on_cpu import folder
 from on_cpu import library
+from test_offload_training import adapt, assert_equal, gradients
 from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
-from test_training import adapt, assert_equal, gradients
 
 import fusion_moe
 from fusion_moe.errors import DtypeError, GroupsError, WorkerError

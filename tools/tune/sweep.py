@@ -26,7 +26,6 @@ from torch import Tensor
 from fusion_moe.arch import Arch
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import one_group
-from fusion_moe.backends.cuda.grouped_mm import Product
 from fusion_moe.backends.cuda.heuristics import (
     AUTO,
     Chosen,
@@ -34,6 +33,7 @@ from fusion_moe.backends.cuda.heuristics import (
     choose_from,
 )
 from fusion_moe.backends.cuda.launch import Launch, build
+from fusion_moe.backends.cuda.product import Product
 from fusion_moe.backends.cuda.table import ALWAYS, Table, kind_of
 from fusion_moe.backends.cuda.variants import Matrices
 from fusion_moe.compile import lower
