@@ -1,6 +1,5 @@
-"""What kernels/mxfp8.cuh and kernels/block_copies.cuh make, on the CPU, where a header stands for
-what is PTX (cuda_on_cpu/): codes and scales bit for bit those of the encodings, by rows and by
-columns.
+"""What kernels/block_copies.cuh makes, on the CPU, where a header stands for what is PTX
+(cuda_on_cpu/): codes and scales bit for bit those of the encodings, by rows and by columns.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, floa
                      u8* by_columns, float* column_scales) {{
     {ROW}
     on_threads([=] {{
-        make_block_copies<bf16, K>({RUNS}, row,
+        make_copies<Square<K>, bf16>({RUNS}, row,
             BlockCopy<PowerOfTwoScale>{{by_rows, row_scales, nullptr}},
             TurnedCopy<PowerOfTwoScale>{{by_columns, column_scales}}, NoCopy{{}});
     }});
@@ -52,9 +51,9 @@ extern "C" void blocks_of_32(const bf16* x, const i32* ends, i64 rows, u8* by_ro
                              u8* by_columns, u8* column_scales) {{
     {ROW}
     on_threads([=] {{
-        make_copies<bf16, K>({RUNS_OF_32}, row,
+        make_copies<Strips<K>, bf16, true>({RUNS_OF_32}, row,
             BlockCopy<E8m0Scale>{{by_rows, row_scales, nullptr}},
-            BlockCopy<E8m0Scale>{{by_columns, column_scales, nullptr}});
+            BlockCopy<E8m0Scale>{{by_columns, column_scales, nullptr}}, NoCopy{{}});
     }});
 }}
 extern "C" void read_32(const u8* codes, const u8* scales, const i32* ends, i64 rows, bf16* x) {{
@@ -67,7 +66,7 @@ extern "C" void read_128(const u8* codes, const float* scales, const i32* ends, 
 extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* turned_scales) {{
     {ROW}
     on_threads([=] {{
-        make_block_copies<bf16, K>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
+        make_copies<Square<K>, bf16>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
             BothWays<E8m0Scale, N>{{{{codes, scales, nullptr}}, turned, turned_scales}});
     }});
 }}
@@ -85,7 +84,7 @@ def sizes(request) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def kernels(sizes, tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
-    copy(folder, KERNELS / "mxfp8.cuh", KERNELS / "block_copies.cuh")
+    copy(folder, KERNELS / "codes.cuh", KERNELS / "block_copies.cuh")
     constants = "constexpr i32 K = {}, N = {};".format(*sizes)
     return library(folder, f'#include "block_copies.cuh"\n{constants}\n{CALLS}')
 

@@ -2,7 +2,7 @@
 them.
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
-loops.py        segments without a product; copies.py: copies in MXFP8, made in these
+loops.py        segments without a product; copies.py: copies in few bits, made in these
 product.py      products: the ways to compute each, and which one a call takes
 grouped_mm.py   the way for weights in any encoding, with gather, routing and epilogue; columns.py:
                 which columns a result is made of; reordering.py: of many rows, with weights that

@@ -1,6 +1,5 @@
-"""The CUDA C++ of copies in e4m3 codes: with a scale for 32 numbers of a row or a column, around
-kernels/mxfp8.cuh, or for 128 of a row, 128 of a column, or 128 x 128, around
-kernels/block_copies.cuh.
+"""The CUDA C++ of copies in e4m3 codes, around kernels/block_copies.cuh: with a scale for 32 numbers
+of a row or a column, or for 128 of a row, 128 of a column, or 128 x 128.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ BLOCK_COPY = "BlockCopy<{scale}>"
 # of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks that
 # are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
-# by block: the header, and how many columns of a tile so many threads have
-_LANES = {32: ("mxfp8.cuh", 256, 32), BLOCK: ("block_copies.cuh", BLOCK, THREADS)}
+# by block: how lanes share a tile, and how many columns of it so many threads have
+_LANES = {32: ("Strips", 256, 32), BLOCK: ("Square", BLOCK, THREADS)}
 ENCODINGS = tuple(name for name in TRAINED if find(name).block == BLOCK)
 # of a matrix, on average: with fewer, a step that rounds its weights takes longer than in bf16, on
 # an H200 (docs/performance/training.md)
@@ -82,17 +81,15 @@ def kernel(
         tiles, count = f"PlainTiles<{block}>{{{size(rows)}}}", ceildiv(rows, block)
     else:
         tiles, count = _grouped(source, ends, rows, left, block)
-    if block != BLOCK:
-        to = ", ".join(results.get(kind, "NoCopy{}") for kind in ("rows", "columns"))
-        make = f"make_copies<{number}, {known(k)}>({tiles}, row, {to});"
-        return _of_tiles(source, name, [*row, make], count, known(k), block, _FEW_BLOCKS)
-    looked_up = str("return [=]" not in row[1]).lower()  # a row is more than its number
     to = ", ".join(results.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
-    make = f"make_block_copies<{number}, {known(k)}, {looked_up}, {cut}>({tiles}, row, {to});"
-    heavy = looked_up == "true" or cut or "squares" in results or known(k) % BLOCK
+    looked_up = "return [=]" not in row[1] or block != BLOCK  # a row is more than its number
+    lanes, cut = f"{_LANES[block][0]}<{known(k)}>", cut if block == BLOCK else 0
+    types = f"{lanes}, {number}, {str(looked_up).lower()}, {cut}"
+    make = f"make_copies<{types}>({tiles}, row, {to});"
+    heavy = looked_up or cut or "squares" in results or known(k) % BLOCK
     few = heavy or sum("load_eight" in line for line in row) > 2
     blocks = _FEW_BLOCKS if few else _MIN_BLOCKS
-    return _of_tiles(source, name, [*row, make], count, known(k), BLOCK, blocks)
+    return _of_tiles(source, name, [*row, make], count, known(k), block, blocks)
 
 
 def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelSource:
@@ -104,8 +101,7 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     tiles, count = _grouped(source, ends, rows, left, block)
     parts = source.fusion.producers[packed].values
     arguments = ", ".join(source.array(v, left) for v in parts)
-    lanes = "Square" if block == BLOCK else "Strips"
-    read = f"read_copy<{lanes}<{k}>>({tiles}, {arguments}, {source.names[numbers]});"
+    read = f"read_copy<{_LANES[block][0]}<{k}>>({tiles}, {arguments}, {source.names[numbers]});"
     few = _MIN_BLOCKS if block == BLOCK else _FEW_BLOCKS
     return _of_tiles(source, name, [read], count, k, block, few)
 
@@ -150,12 +146,12 @@ def _of_tiles(
 ) -> KernelSource:
     """A kernel whose blocks compute tiles, or its warps parts of tiles of low rows."""
     assert THREADS == 256  # as the headers have it
-    header, columns, threads = _LANES[block]
+    _, columns, threads = _LANES[block]
     return source.kernel(
         name,
         [*source.WAIT, *body],
         ceildiv(tiles * -(-width // columns) * threads, THREADS),
-        headers=(header,),
+        headers=("block_copies.cuh",),
         max_resident=MAX_RESIDENT,
         min_blocks=min_blocks,
     )

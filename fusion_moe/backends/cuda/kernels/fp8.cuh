@@ -12,7 +12,7 @@
 // columns of one half, only these are copied and multiplied.
 #pragma once
 
-#include "block_copies.cuh"
+#include "codes.cuh"
 #include "product_wgmma.cuh"
 
 namespace {

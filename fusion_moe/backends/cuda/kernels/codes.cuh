@@ -1,0 +1,176 @@
+// e4m3 codes and their scales, as copies (block_copies.cuh) and products (fp8.cuh) make them: a
+// class for each rule by which an encoding chooses a scale, and what both need of numbers as bits.
+#pragma once
+
+#include "routing.cuh"
+
+namespace {
+
+// The byte of a scale, from the bits of the largest magnitude: amax / 448, rounded up to a power of
+// two. Without branches: 254 for infinity, 255 for NaN, which a product makes 0x7FFFFFFF.
+__device__ __forceinline__ u32 e8m0_of(u32 most) {
+    const u32 bits = __float_as_uint(__uint_as_float(most) * (1.f / 448.f)),
+              up = (bits + 0x7FFFFF) >> 23;
+    return up - u32(up >= 255) - u32(bits - 1 < 0x400000);
+}
+
+// What a number is multiplied by before it is rounded: 1 over a scale.
+__device__ __forceinline__ float over_e8m0(u32 byte) {
+    return __uint_as_float(byte == 255 ? 0x7FC00000 : max((254 - byte) << 23, 0x400000u));
+}
+
+// Two numbers as codes, the first in the low byte; beyond 448 they saturate.
+__device__ __forceinline__ u16 e4m3_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+#else
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 bits = __float_as_uint(i ? high : low), size = bits & 0x7FFFFFFF;
+        const u32 normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - 8 * 120,
+                  subnormal = __float2uint_rn(__uint_as_float(size) * 0x1p9f);
+        const u32 code = size > 0x7F800000   ? 0x7F
+                         : size < 0x3C800000 ? subnormal  // below 2^-6
+                                             : min(normal, 0x7Eu);
+        codes |= (code | (code == 0x7F ? 0 : bits >> 24 & 0x80)) << 8 * i;
+    }
+    return u16(codes);
+#endif
+}
+
+// What two codes and their scales stand for, which bf16 holds.
+__device__ __forceinline__ u32 numbers_of(u16 codes, float low_scale, float high_scale) {
+    const u32 halves = halves_of(codes);
+    return narrow_pair<bf16>(widen(f16{u16(halves)}) * low_scale,
+                             widen(f16{u16(halves >> 16)}) * high_scale);
+}
+
+// Eight numbers of a row as bits, whose magnitudes compare as the numbers do, NaN above all.
+template <class T>
+struct Bits {
+    static constexpr int WORDS = 8;
+    u32 at[WORDS];
+
+    Bits() = default;
+    __device__ __forceinline__ explicit Bits(const float (&x)[8]) {
+#pragma unroll
+        for (int v = 0; v < 8; ++v) at[v] = __float_as_uint(x[v]);
+    }
+    __device__ __forceinline__ float number(int v) const { return __uint_as_float(at[v]); }
+    __device__ __forceinline__ static u32 magnitude(u32 word) { return word & 0x7FFFFFFF; }
+    __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return max(a, b); }
+    __device__ __forceinline__ static u32 largest(u32 word) {
+        return word;
+    }  // of its magnitudes, as float32
+};
+
+// bf16 numbers are two in a word.
+template <>
+struct Bits<bf16> {
+    static constexpr int WORDS = 4;
+    u32 at[WORDS];
+
+    Bits() = default;
+    __device__ __forceinline__ explicit Bits(const float (&x)[8]) {
+#pragma unroll
+        for (int v = 0; v < 8; v += 2) {
+            at[v / 2] = __float_as_uint(x[v]) >> 16 | (__float_as_uint(x[v + 1]) & 0xFFFF0000);
+            asm("" : "+r"(at[v / 2]));  // as it was loaded: the compiler takes it apart otherwise
+        }
+    }
+    __device__ __forceinline__ float number(int v) const {
+        return __uint_as_float(v % 2 ? at[v / 2] & 0xFFFF0000 : at[v / 2] << 16);
+    }
+    __device__ __forceinline__ static u32 magnitude(u32 word) { return word & 0x7FFF7FFF; }
+    __device__ __forceinline__ static u32 larger(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+        u32 both;
+        asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        return both;
+#else
+        return __vmaxu2(a, b);
+#endif
+    }
+    __device__ __forceinline__ static u32 largest(u32 word) {
+        return max(word << 16, word & 0xFFFF0000);
+    }
+};
+
+// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as a
+// number; over: what they are multiplied by to become codes.
+struct E8m0Scale {
+    using Stored = u8;
+    u8 stored;
+    float scale, over;
+
+    __device__ __forceinline__ explicit E8m0Scale(u32 most)
+        : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
+};
+
+// The largest power of two that takes the magnitude to 448 at most, and is at most 2^127; 1 for
+// zeros, NaN for what is not finite. By whole numbers: there are as many scales as numbers / 8.
+struct PowerOfTwoScale {
+    using Stored = float;
+    float stored, scale, over;
+
+    __device__ __forceinline__ explicit PowerOfTwoScale(u32 most) {
+        const u32 exponent = most == 0 ? 127 : max((most + 0x1FFFFF) >> 23, 8u) - 8,  // 1.75 * 2^8
+            nan = 0x7FC00000, finite = most < 0x7F800000;
+        over = __uint_as_float(finite ? (254 - exponent) << 23 : nan);
+        stored = scale = __uint_as_float(finite ? max(exponent << 23, 0x400000u) : nan);
+    }
+};
+
+// 448 over the magnitude; 1 for zeros, NaN for what is not finite.
+struct Float32Scale {
+    using Stored = float;
+    float stored, scale, over;
+
+    __device__ __forceinline__ explicit Float32Scale(u32 most) {
+        const float whole = fminf(__fdiv_rn(448.f, __uint_as_float(most)), 0x1.FEp127f);
+        over = most == 0 ? 1.f : most >= 0x7F800000 ? __uint_as_float(0x7FC00000) : whole;
+        stored = scale = __fdiv_rn(1.f, over);
+    }
+};
+
+// Codes of eight numbers. over: a function of a column, as in Scale.
+template <class T, class Over>
+__device__ __forceinline__ void make_codes(u32 (&made)[2], const Bits<T>& x, Over over) {
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        const int v = 4 * w;
+        made[w] = e4m3_pair(x.number(v) * over(v), x.number(v + 1) * over(v + 1)) |
+                  u32(e4m3_pair(x.number(v + 2) * over(v + 2), x.number(v + 3) * over(v + 3)))
+                      << 16;
+    }
+}
+
+// The scales of eight columns.
+__device__ __forceinline__ Eight<float> load_scales(const float* scales) {
+    return load_eight(scales);
+}
+__device__ __forceinline__ Eight<float> load_scales(const u8* scales) {
+    const Vector<u8, 8> bytes = load_vector<8>(scales);
+    Eight<float> found;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) found.at[v] = e8m0_(bytes.at[v]);
+    return found;
+}
+
+// The largest magnitude of a lane's numbers, as bits.
+template <class T, int COUNT>
+__device__ __forceinline__ u32 largest_of(const Bits<T>* x) {
+    u32 most = 0;
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) {
+#pragma unroll
+        for (int w = 0; w < Bits<T>::WORDS; ++w)
+            most = x[s].larger(most, x[s].magnitude(x[s].at[w]));
+    }
+    return Bits<T>::largest(most);
+}
+
+}  // namespace
