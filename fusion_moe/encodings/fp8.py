@@ -36,22 +36,15 @@ import torch
 from torch import Tensor
 
 from .encoding import ROW, Encoding, Scale, register
-from .mxfp8 import E4M3, power_of_two
+from .mxfp8 import E4M3, TO_448
+from .power_of_two import PowerOfTwo
 
 BLOCK = 128  # rows and columns of a block
-_TO_448 = 0x1FFFFF  # added to the bits of a float, it raises the exponent of those above 1.75 * 2^n
 
 
 def _scale(amax: Tensor, outer: Tensor | float) -> Tensor:
     # a tensor: CUDA would multiply by a reciprocal
     return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, E4M3.maximum))
-
-
-def _of_rows(amax: Tensor, outer: Tensor | float) -> Tensor:
-    exponent = ((amax.view(torch.int32) + _TO_448) >> 23) - 8
-    bits = torch.where(exponent > 0, exponent << 23, 1 << 22)  # 1 << 22: 2^-127
-    power = bits.view(torch.float32).where(amax.isfinite(), torch.nan)
-    return torch.where(amax == 0, 1.0, power)
 
 
 def _fp8(
@@ -64,7 +57,7 @@ def _fp8(
 FP8 = _fp8("fp8", BLOCK, rows=BLOCK)
 FP8_CHANNEL = _fp8("fp8_channel", ROW)
 FP8_TENSOR = _fp8("fp8_tensor", 0, "decode_scale")
-FP8_ROWS = _fp8("fp8_rows", BLOCK, choose=_of_rows)
+FP8_ROWS = _fp8("fp8_rows", BLOCK, choose=PowerOfTwo.to_most(1.75, 8, zero=127))
 FP8_E8M0 = register(
     Encoding(
         "fp8_e8m0",
@@ -74,7 +67,7 @@ FP8_E8M0 = register(
                 "block_scale",
                 torch.float8_e8m0fnu,
                 BLOCK,
-                power_of_two,
+                TO_448,
                 minimum=2.0**-127,
                 signed=False,
                 rows=BLOCK,

@@ -28,20 +28,11 @@ from .checks import check_part_scales, check_parts
 from .e2m1 import E2M1
 from .encoding import Encoding, Quantized, Scale, register
 from .nvfp4 import NVFP4
+from .power_of_two import PowerOfTwo
 
 _BLOCK = 32
-_LARGEST_EXPONENT = 2  # of the codes: 6 is 1.5 * 2^2
 _LEAST, _LARGEST = -9, 8  # exponents of the powers of two of e4m3
 _TWICE = _BLOCK // NVFP4.block
-
-
-def _power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
-    """2^(floor(log2 amax) - 2), from the bits of amax: exact. Zeros and numbers below 2^-125 get
-    2^-127.
-    """
-    exponent = (amax.view(torch.int32) >> 23 & 0xFF) - _LARGEST_EXPONENT
-    byte = exponent.clamp(0, 254).to(torch.uint8)
-    return torch.where(amax.isfinite(), byte, 255).view(torch.float8_e8m0fnu).float()
 
 
 def _as_nvfp4(weight: Quantized, runs: int) -> Quantized:
@@ -125,7 +116,7 @@ MXFP4 = register(
                 "block_scale",
                 torch.float8_e8m0fnu,
                 _BLOCK,
-                _power_of_two,
+                PowerOfTwo(bias=2, carry=0, least=(3 << 23) - 1),
                 minimum=2.0**-127,
                 signed=False,
                 others={"mse": ((1.0, -1), (1.0, 1))},

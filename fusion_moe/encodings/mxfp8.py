@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .encoding import Element, Encoding, Scale, register
+from .power_of_two import PowerOfTwo
 
 _LARGEST = 448.0
-_HALF_SUBNORMAL = 0x400000  # mantissa bits of 2^-127, the smallest scale
 
 
 def encode(x: Tensor) -> Tensor:
@@ -30,19 +30,10 @@ def encode(x: Tensor) -> Tensor:
     return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
 
-def power_of_two(amax: Tensor, outer: Tensor | float) -> Tensor:
-    """amax / 448 rounded up to a power of two, computed from its bits: exact."""
-    bits = (amax * (1 / _LARGEST)).view(torch.int32)  # torch rounds the number to float32 first
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent < 254) & ((exponent > 0) | (mantissa > _HALF_SUBNORMAL))
-    byte = (exponent + up.int()).clamp(max=254).to(torch.uint8)  # infinity's exponent is 255
-    return torch.where(amax.isnan(), 255, byte).view(torch.float8_e8m0fnu).float()
-
-
 E4M3 = Element("e4m3", 8, torch.float8_e4m3fn, _LARGEST, encode=encode)
-_SCALES = (
-    Scale("block_scale", torch.float8_e8m0fnu, 32, power_of_two, minimum=2.0**-127, signed=False),
-)
+# float32(1/448) is rounded down: with it one more number is at most 448 * 2^-127
+TO_448 = PowerOfTwo.to_most(1.75, 8, least=0x4600001, infinity=254)
+_SCALES = (Scale("block_scale", torch.float8_e8m0fnu, 32, TO_448, minimum=2.0**-127, signed=False),)
 
 MXFP8 = register(Encoding("mxfp8", E4M3, _SCALES))
 MXFP8_COLUMNS = register(Encoding("mxfp8_columns", E4M3, _SCALES, axis=-2))

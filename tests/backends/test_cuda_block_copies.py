@@ -14,6 +14,7 @@ from on_cpu import copy, library, pointer
 from torch import Tensor
 
 from fusion_moe.backends.cuda.launch import KERNELS
+from fusion_moe.backends.cxx import scale_class
 from fusion_moe.encodings import (
     FP8_COLUMNS,
     FP8_E8M0,
@@ -40,8 +41,8 @@ extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, floa
     {ROW}
     on_threads([=] {{
         make_copies<Square<K>, bf16>({RUNS}, row,
-            BlockCopy<PowerOfTwoScale>{{by_rows, row_scales, nullptr}},
-            TurnedCopy<PowerOfTwoScale>{{by_columns, column_scales}}, NoCopy{{}});
+            BlockCopy<{scale_class(FP8_ROWS)}>{{by_rows, row_scales, nullptr}},
+            TurnedCopy<{scale_class(FP8_ROWS)}>{{by_columns, column_scales}}, NoCopy{{}});
     }});
 }}
 extern "C" void turned(const u8* codes, const i32* ends, i64 rows, u8* by_columns) {{
@@ -52,8 +53,8 @@ extern "C" void blocks_of_32(const bf16* x, const i32* ends, i64 rows, u8* by_ro
     {ROW}
     on_threads([=] {{
         make_copies<Strips<K>, bf16, true>({RUNS_OF_32}, row,
-            BlockCopy<E8m0Scale>{{by_rows, row_scales, nullptr}},
-            BlockCopy<E8m0Scale>{{by_columns, column_scales, nullptr}}, NoCopy{{}});
+            BlockCopy<{scale_class(MXFP8)}>{{by_rows, row_scales, nullptr}},
+            BlockCopy<{scale_class(MXFP8)}>{{by_columns, column_scales, nullptr}}, NoCopy{{}});
     }});
 }}
 extern "C" void read_32(const u8* codes, const u8* scales, const i32* ends, i64 rows, bf16* x) {{
@@ -67,7 +68,7 @@ extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* 
     {ROW}
     on_threads([=] {{
         make_copies<Square<K>, bf16>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
-            BothWays<E8m0Scale, N>{{{{codes, scales, nullptr}}, turned, turned_scales}});
+            BothWays<{scale_class(MXFP8)}, N>{{{{codes, scales, nullptr}}, turned, turned_scales}});
     }});
 }}
 extern "C" void other_way(const u8* codes, const u8* scales, u8* turned, u8* turned_scales) {{

@@ -1,5 +1,5 @@
-"""The CUDA C++ of copies in e4m3 codes, around kernels/block_copies.cuh: with a scale for 32 numbers
-of a row or a column, or for 128 of a row, 128 of a column, or 128 x 128.
+"""The CUDA C++ of copies in e4m3 codes, around kernels/block_copies.cuh: with a scale for 32
+numbers of a row or a column, or for 128 of a row, 128 of a column, or 128 x 128.
 """
 
 from __future__ import annotations

@@ -14,7 +14,17 @@ from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
 from ...errors import UnsupportedError
 from ...ir import Value, elements, plain, value
 from ...layouts import bound
-from ..cxx import Elements, Index, ProductPlan, Variable, base_of, made_by_route, size, stored
+from ..cxx import (
+    Elements,
+    Index,
+    ProductPlan,
+    Variable,
+    base_of,
+    made_by_route,
+    scale_class,
+    size,
+    stored,
+)
 from ..inexpressible import Inexpressible
 from . import block_copies, gemm
 from .gemm import (
@@ -241,6 +251,7 @@ class ByCodes(DecodedRows):
             [
                 f"__device__ u8* codes() const {{ return {to[0]}; }}",
                 f"__device__ float* scales() const {{ return {to[1]}; }}",
+                f"using Scale = {scale_class(FP8_ROWS)};",
             ]
             if to
             else []

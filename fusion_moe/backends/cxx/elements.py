@@ -13,6 +13,7 @@ import torch
 
 from ...encodings import Encoding
 from ...encodings.mxfp8 import E4M3
+from ...encodings.power_of_two import PowerOfTwo
 from ...errors import UnsupportedError
 from ...ir import Dim, Fusion, Op, Value, plain, types as ir
 from ...ir.kinds.eight_bits import TRAINED
@@ -451,13 +452,14 @@ def holds_rows(v: Value) -> bool:
 
 
 def scale_class(encoding: Encoding) -> str:
-    """What the kernels of both backends call the rule by which a trained encoding chooses the scale
-    of a block.
+    """The C++ class, of both backends, of the rule by which a trained encoding chooses the scale of
+    a block.
     """
     (scale,) = encoding.scales
-    if scale.dtype == torch.float8_e8m0fnu:
-        return "E8m0Scale"
-    return "Float32Scale" if scale.over else "PowerOfTwoScale"
+    if not isinstance(scale.choose, PowerOfTwo):
+        return "Float32Scale"
+    stored = "u8" if scale.dtype == torch.float8_e8m0fnu else "float"
+    return f"PowerOfTwo<{stored}, {', '.join(map(str, scale.choose.numbers))}>"
 
 
 def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:

@@ -209,27 +209,19 @@ inline u8 e4m3_saturated(float x) {
 }
 
 // The scale of numbers whose largest magnitude has the bits `most`, and what they are multiplied by
-// to become codes. E8m0: amax / 448, rounded up to a power of two.
-struct E8m0Scale {
-    u8 stored;
+// to become codes: a power of two, by the numbers of the rule of this name
+// (encodings/power_of_two.py).
+template <class Stored, u32 BIAS, u32 CARRY, u32 LEAST, u32 ZERO, u32 INFINITE>
+struct PowerOfTwo {
+    Stored stored;
     float over;
 
-    explicit E8m0Scale(u32 most) {
-        const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23,
-                  mantissa = bits & 0x7FFFFFu;
-        const bool up = mantissa > 0 && exponent < 254 && (exponent > 0 || mantissa > 0x400000u);
-        stored = u8(most > 0x7F800000u ? 255 : std::min(exponent + up, 254u));
-        over = 1.f / e8m0_(stored);
+    explicit PowerOfTwo(u32 most) {
+        const u32 e = most > LEAST ? ((most + CARRY) >> 23) - BIAS : most == 0 ? ZERO : 0;
+        const u8 byte = u8(most < 0x7F800000u ? e : most > 0x7F800000u ? 255 : INFINITE);
+        stored = sizeof(Stored) == 1 ? Stored(byte) : Stored(e8m0_(byte));
+        over = 1.f / e8m0_(byte);
     }
-};
-
-// The same as a float32; 1 for zeros, NaN for what is not finite.
-struct PowerOfTwoScale {
-    float stored, over;
-
-    explicit PowerOfTwoScale(u32 most)
-        : stored(most == 0 ? 1.f : e8m0_(most < 0x7F800000u ? E8m0Scale(most).stored : 255)),
-          over(1.f / stored) {}
 };
 
 // Numbers are multiplied by 448 / amax, which is the largest bfloat16 at most.

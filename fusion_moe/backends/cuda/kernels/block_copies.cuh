@@ -52,7 +52,7 @@ struct BlockCopy {
 };
 
 struct NoCopy {
-    using Scale = E8m0Scale;
+    using Scale = PowerOfTwo<float, 0, 0, 0, 0, 255>;
     static constexpr bool MADE = false;
 };
 

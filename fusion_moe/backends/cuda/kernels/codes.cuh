@@ -6,19 +6,6 @@
 
 namespace {
 
-// The byte of a scale, from the bits of the largest magnitude: amax / 448, rounded up to a power of
-// two. Without branches: 254 for infinity, 255 for NaN, which a product makes 0x7FFFFFFF.
-__device__ __forceinline__ u32 e8m0_of(u32 most) {
-    const u32 bits = __float_as_uint(__uint_as_float(most) * (1.f / 448.f)),
-              up = (bits + 0x7FFFFF) >> 23;
-    return up - u32(up >= 255) - u32(bits - 1 < 0x400000);
-}
-
-// What a number is multiplied by before it is rounded: 1 over a scale.
-__device__ __forceinline__ float over_e8m0(u32 byte) {
-    return __uint_as_float(byte == 255 ? 0x7FC00000 : max((254 - byte) << 23, 0x400000u));
-}
-
 // Two numbers as codes, the first in the low byte; beyond 448 they saturate.
 __device__ __forceinline__ u16 e4m3_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
@@ -100,27 +87,25 @@ struct Bits<bf16> {
 };
 
 // The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as a
-// number; over: what they are multiplied by to become codes.
-struct E8m0Scale {
-    using Stored = u8;
-    u8 stored;
+// number; over: what they are multiplied by to become codes. A power of two, by the numbers of the
+// rule of this name (encodings/power_of_two.py), without branches; NaN is 0x7FFFFFFF in a product.
+template <class Stored_, u32 BIAS, u32 CARRY, u32 LEAST, u32 ZERO, u32 INFINITE>
+struct PowerOfTwo {
+    using Stored = Stored_;
+    Stored stored;
     float scale, over;
 
-    __device__ __forceinline__ explicit E8m0Scale(u32 most)
-        : stored(u8(e8m0_of(most))), scale(e8m0_(stored)), over(over_e8m0(stored)) {}
-};
-
-// The largest power of two that takes the magnitude to 448 at most, and is at most 2^127; 1 for
-// zeros, NaN for what is not finite. By whole numbers: there are as many scales as numbers / 8.
-struct PowerOfTwoScale {
-    using Stored = float;
-    float stored, scale, over;
-
-    __device__ __forceinline__ explicit PowerOfTwoScale(u32 most) {
-        const u32 exponent = most == 0 ? 127 : max((most + 0x1FFFFF) >> 23, 8u) - 8,  // 1.75 * 2^8
-            nan = 0x7FC00000, finite = most < 0x7F800000;
-        over = __uint_as_float(finite ? (254 - exponent) << 23 : nan);
-        stored = scale = __uint_as_float(finite ? max(exponent << 23, 0x400000u) : nan);
+    __device__ __forceinline__ explicit PowerOfTwo(u32 most) {
+        u32 e = most > LEAST ? ((most + CARRY) >> 23) - BIAS : 0;
+        if (ZERO != 0 && most == 0) e = ZERO;
+        if (most >= 0x7F800000) e = INFINITE == 255 || most > 0x7F800000 ? 255 : INFINITE;
+        asm("" : "+r"(e));  // or what it is chosen by is asked for each product
+        scale = e8m0_(e);
+        over = __uint_as_float(e == 255 ? 0x7FC00000 : max((254 - e) << 23, 0x400000u));
+        if constexpr (sizeof(Stored) == 1)
+            stored = u8(e);
+        else
+            stored = scale;
     }
 };
 

@@ -394,7 +394,7 @@ struct Fp8Gemm {
                 }
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const PowerOfTwoScale by(most[h]);
+                    const typename Segment::Scale by(most[h]);
                     u8* to = s.codes() + i64(own(h)) * Segment::WIDTH;
 #pragma unroll
                     for (int i = 0; i < PARTS; ++i) {

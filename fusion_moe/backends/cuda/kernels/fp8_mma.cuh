@@ -6,6 +6,7 @@
 // scales of both rows in float32.
 #pragma once
 
+#include "codes.cuh"
 #include "product_mma.cuh"
 
 namespace {
