@@ -62,8 +62,8 @@ def kernels(
     return [[*step.kernels] for step in choices(fusion, made, sizes, H200)[1] if step]
 
 
-def names(model: str, tokens: int) -> list[list[str]]:
-    return [[kernel.name for kernel in segment] for segment in kernels(model, tokens)]
+def names(model: str, tokens: int, encoding: str) -> list[list[str]]:
+    return [[kernel.name for kernel in segment] for segment in kernels(model, tokens, encoding)]
 
 
 def assert_apart(model: str, apart: bool, activation: str | None = None) -> None:
@@ -116,13 +116,14 @@ def test_runs_of_32_columns_lie_in_one_block(inner, monkeypatch):
     assert_apart("halves", inner % 32 != 0)
 
 
-def test_codes_are_multiplied_where_groups_have_many_rows():
-    assert names("qwen3", 4096) == [
+@pytest.mark.parametrize("encoding", ["fp8", "fp8_tensor"])
+def test_codes_are_multiplied_where_groups_have_many_rows(encoding):
+    assert names("qwen3", 4096, encoding) == [
         ["copies_0"],
         ["reset_tile_counter", "route", "sort_rows", "fp8_gemm"],
         ["reset_tile_counter", "fp8_gemm", "combine"],
     ]
-    few = names("qwen3", 8)
+    few = names("qwen3", 8, encoding)
     assert [segment[0] for segment in few] == ["copies_0", "route", "reorder_activations"]
     assert few[1][-1] == "quantize"
 
@@ -174,7 +175,8 @@ def test_weights_in_every_encoding_are_multiplied_by_rows_in_e4m3(encoding, layo
 
 @needs_nvdisasm
 @pytest.mark.parametrize(
-    ("model", "encoding"), few([*((m, "fp8") for m in MODELS), ("scout", "fp8_e8m0")])
+    ("model", "encoding"),
+    few([*((m, "fp8") for m in MODELS), ("scout", "fp8_e8m0"), ("qwen3", "fp8_tensor")]),
 )
 def test_sums_stay_in_registers(model, encoding):
     """Each half of a tile is multiplied by four instructions, which nothing serializes."""

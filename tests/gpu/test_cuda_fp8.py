@@ -30,8 +30,11 @@ def integers(*shape: int, most: int, seed: int = 0) -> torch.Tensor:
 
 
 def exact_weight(groups: int, n: int, k: int, encoding: str) -> Quantized:
-    """Small integers, times powers of two that differ between blocks."""
+    """Small integers, times powers of two that differ between blocks, or runs of a matrix."""
     parts = [integers(groups, n, k, most=2).to(torch.float8_e4m3fn)]
+    if encoding == "fp8_tensor":
+        runs = integers(groups, 1 + (n % 64 == 0), most=2, seed=1).float().exp2()
+        return Quantized(*parts, runs, encoding=ENCODINGS[encoding])
     blocks = integers(groups, -(-n // 32), -(-k // 128), most=2, seed=1).float().exp2()
     scale = blocks.repeat_interleave(32, 1)[:, :n].contiguous()
     of = ENCODINGS[encoding]
@@ -71,7 +74,7 @@ def test_rows_are_quantized_bit_for_bit(dtype, columns):
     assert (codes[0][~good] & 0x7F == 0x7F).all()
 
 
-@pytest.mark.parametrize("encoding", ["fp8", "fp8_e8m0"])
+@pytest.mark.parametrize("encoding", ["fp8", "fp8_e8m0", "fp8_tensor"])
 @pytest.mark.parametrize(("sizes", "rest"), [MANY, FEW, FEWEST])
 @pytest.mark.parametrize(("k", "n"), [(128, 64), (400, 320), (2880, 544)])
 def test_products_are_exact(k, n, sizes, rest, encoding):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...arch import Arch
-from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS
+from ...encodings import FP8, FP8_COLUMNS, FP8_E8M0, FP8_ROWS, FP8_TENSOR
 from ...errors import UnsupportedError
 from ...ir import Value, elements, plain, value
 from ...layouts import bound
@@ -46,7 +46,8 @@ from .vectors import VECTOR, follow
 NEEDS = ("mma.e4m3", "cp.async")  # of products of codes: by fp8_mma.cuh, or by fp8.cuh
 ROWS = (FP8_ROWS.name,)  # encodings of rows
 COLUMNS = (FP8_COLUMNS.name,)  # of both operands of products over rows
-LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name)  # encodings of weights, in the linear layout
+# encodings of weights, in the linear layout: of those with a scale for at least 32 x 128
+LINEAR_WEIGHTS = (FP8.name, FP8_E8M0.name, FP8_TENSOR.name)
 _TILE = 128, 256  # of kernels/fp8.cuh, kernels/fp8_wgrad.cuh
 _HALF, _K_BLOCK, _ALIGNED = 128, 128, 16
 _RUN = 32  # columns that share a scale
@@ -241,6 +242,7 @@ class ByCodes(DecodedRows):
             and plan.kind == "fprop"
             and plan.k % _ALIGNED == plan.width % VECTOR == 0
             and len(read) <= 2
+            and (plan.encoding.scales[0].block or plan.n // plan.scale_runs % _RUN == 0)
         )
         if not fits:
             raise UnsupportedError("a product of such codes has no kernel here")
@@ -266,9 +268,22 @@ class ByCodes(DecodedRows):
             f"__device__ const float* a_scales() const {{ return {self._scales(operand)}; }}",
             "__device__ const float* scales_of_rows() const { return "
             f"{'a_scales()' if operand.in_boxes else _SORTED_SCALES}; }}",
-            f"__device__ const {stored(scales)}* b_scales() const {{ return "
-            f"{self.names[scales]}; }}",
             f"__device__ static float b_scale({stored(scales)} x) {{ return {scale}; }}",
+            *self._scales_of_weight(self.names[scales], stored(scales)),
+        ]
+
+    def _scales_of_weight(self, array: str, dtype: str) -> list[str]:
+        """Where those of a matrix begin, and that of a row; how far the next K block's is."""
+        plan, blocks = self.plan, self._columns[1]
+        of_matrix, of_row, step = plan.n * blocks, f"row * {blocks}", 1
+        if plan.encoding.scales[0].block == 0:
+            of_matrix, step = plan.scale_runs, 0
+            of_row = f"row / {plan.n // plan.scale_runs}"
+        return [
+            f"static constexpr i32 NEXT_B_SCALE = {step};",
+            f"__device__ const {dtype}* b_scales(i64 group) const {{ return {array} + group * "
+            f"{of_matrix}; }}",
+            f"__device__ static constexpr i32 b_scale_of(i32 row) {{ return {of_row}; }}",
         ]
 
     def _scales(self, operand: Operand) -> str:

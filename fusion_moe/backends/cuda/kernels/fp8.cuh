@@ -1,7 +1,8 @@
 // Grouped products of e4m3 codes with e4m3 codes: rows with a scale for 128 columns, matrices with
-// a scale for 128 columns of each row, both through shared memory to wgmma, by product_wgmma.cuh.
-// Rows come in boxes too: what threads copy piece by piece takes shared memory longer, whose 128
-// bytes a cycle bound the kernel. So rows that a product gathers are sorted before.
+// a scale for 128 columns of each row, or one for many rows, both through shared memory to wgmma,
+// by product_wgmma.cuh. Rows come in boxes too: what threads copy piece by piece takes shared
+// memory longer, whose 128 bytes a cycle bound the kernel. So rows that a product gathers are
+// sorted before.
 //
 // After each K block of 128 columns a consumer multiplies sums by both scales. It multiplies half
 // of a tile's columns at a time, since registers hold only one such set of sums beside the others;
@@ -79,6 +80,7 @@ struct Fp8Gemm {
     static_assert(PRODUCERS == TILE_M, "each producer thread copies the scale of a row");
     static_assert(HALF_COLUMNS % RUN_COLUMNS == 0, "one or two columns make one of a result");
     static_assert(Segment::K % 16 == 0, "rows are aligned");
+    static_assert(Segment::RESULTS == 1, "accumulators leave no registers for more");
     // Whether results go through shared memory: that of a tile's last stage.
     static constexpr bool STAGES_RESULTS =
         !Segment::QUANTIZES && sizeof(typename Segment::Element) == 2;
@@ -119,7 +121,7 @@ struct Fp8Gemm {
                                                             i32 c) {
         const i32 group = max(0, min(tile.m_tile.group, Segment::GROUPS - 1)),
                   row = min(column(tile.n_tile, c), Segment::N - 1);
-        return s.b_scales() + (i64(group) * Segment::N + row) * K_BLOCKS;
+        return s.b_scales(group) + Segment::b_scale_of(row);
     }
 
   public:
@@ -195,7 +197,8 @@ struct Fp8Gemm {
                 scales.a[thread] = a_scale;
                 if (thread < TILE_N / RUN_COLUMNS) scales.b[thread] = b_scale;
                 const i32 next = min(kb + 1, K_BLOCKS - 1);
-                a_scale = a_scales[next], b_scale = s.b_scale(b_scales[next]);
+                a_scale = a_scales[next],
+                b_scale = s.b_scale(b_scales[next * Segment::NEXT_B_SCALE]);
                 producer.close(false);
             }
         }
@@ -264,8 +267,7 @@ struct Fp8Gemm {
             return tile.n_tile * TILE_COLUMNS + (SHARES_ROWS ? consumer * HALF_COLUMNS : 0);
         }
 
-        // Element I of the e-th of two columns in block b of eight of the i-th 32. h: which row.
-        template <int I>
+        // Element of the e-th of two columns in block b of eight of the i-th 32. h: which row.
         __device__ __forceinline__ auto element(i64 m, int i, int b, int e, int h) const {
             constexpr int IN_HALF = HALF_COLUMNS / 32;
             float p[Segment::COLUMNS_PER_RESULT];
@@ -273,7 +275,7 @@ struct Fp8Gemm {
             for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
                 p[f] = sum[i / IN_HALF][4 * (4 * (f * IN_HALF + i % IN_HALF) + b) + 2 * h + e];
             const i32 j = column() + 32 * i + 8 * b + threadIdx.x % 4 * 2 + e;
-            return s.template result<I>(m, group(), RAGGED ? min(j, Segment::WIDTH - 1) : j, p);
+            return s.template result<0>(m, group(), RAGGED ? min(j, Segment::WIDTH - 1) : j, p);
         }
 
         __device__ static __forceinline__ bool in_width(i32 j) {
@@ -284,7 +286,7 @@ struct Fp8Gemm {
         __device__ __forceinline__ void pairs(u32 (&found)[4], i64 m, int i, int h) const {
 #pragma unroll
             for (int b = 0; b < 4; ++b)
-                found[b] = pair_of(element<0>(m, i, b, 0, h), element<0>(m, i, b, 1, h));
+                found[b] = pair_of(element(m, i, b, 0, h), element(m, i, b, 1, h));
         }
 
         // Of the thread's rows: the number of one, and of one that is there.
@@ -298,18 +300,14 @@ struct Fp8Gemm {
         }
 
         // memory: what nobody reads any more, 2 KB for each warp.
-        template <int I = 0>
         __device__ __forceinline__ void store(u32 memory) const {
-            if constexpr (I < Segment::RESULTS) {
-                auto* array = s.template array<I>();
-                if constexpr (I == 0 && STAGES_RESULTS) {
+            auto* array = s.template array<0>();
+            if constexpr (STAGES_RESULTS) {
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c += 64) store_64(array, memory, c);
-                } else {
+                for (int c = 0; c < COLUMNS; c += 64) store_64(array, memory, c);
+            } else {
 #pragma unroll
-                    for (int i = 0; i < COLUMNS / 32; ++i) store_32<I>(array, i);
-                }
-                store<I + 1>(memory);
+                for (int i = 0; i < COLUMNS / 32; ++i) store_32(array, i);
             }
         }
 
@@ -344,7 +342,7 @@ struct Fp8Gemm {
         }
 
         // Elements of four bytes, as the threads have them, two at a time.
-        template <int I, class T>
+        template <class T>
         __device__ __forceinline__ void store_32(T* array, int i) const {
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
@@ -352,7 +350,7 @@ struct Fp8Gemm {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const Vector<T, 2> two{
-                        {element<I>(safe(h), i, b, 0, h), element<I>(safe(h), i, b, 1, h)}};
+                        {element(safe(h), i, b, 0, h), element(safe(h), i, b, 1, h)}};
                     if (has(h) && in_width(j))
                         store_vector<2>(array + i64(own(h)) * Segment::WIDTH + j, two);
                 }

@@ -69,8 +69,7 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
 
         __device__ __forceinline__ void add(Sums& sum, i32 kb, u32 a, u32 b) const {
             if (!active_) return;
-            const auto* b_scales =
-                s_.b_scales() + i64(tile_.m_tile.group) * Segment::N * K_BLOCKS + kb;
+            const auto* b_scales = s_.b_scales(tile_.m_tile.group) + kb * Segment::NEXT_B_SCALE;
             float a_scale[FRAGMENTS][2], b_scale[BLOCKS][2];
             i32 zero = 0;
             // where scales lie is computed again for each K block: registers are short
@@ -85,8 +84,8 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const i32 j = min(column(i % IN_RESULT) + e + zero, Segment::WIDTH - 1);
-                    b_scale[i][e] =
-                        s_.b_scale(b_scales[Segment::column(i / IN_RESULT, j) * K_BLOCKS]);
+                    b_scale[i][e] = s_.b_scale(
+                        b_scales[Segment::b_scale_of(Segment::column(i / IN_RESULT, j))]);
                 }
 #pragma unroll
             for (int r = 0; r < FRAGMENTS; ++r) {  // registers are short for all at once
@@ -99,24 +98,18 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
             }
         }
 
-        __device__ __forceinline__ void store(const Sums& sum) const { store_result<0>(sum); }
-
-      private:
-        template <int I>
-        __device__ __forceinline__ void store_result(const Sums& sum) const {
-            if constexpr (I < Segment::RESULTS) {
-                auto* array = s_.template array<I>();
+        __device__ __forceinline__ void store(const Sums& sum) const {
+            auto* array = s_.template array<0>();
 #pragma unroll
-                for (int r = 0; r < FRAGMENTS; ++r)
+            for (int r = 0; r < FRAGMENTS; ++r)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
+                for (int h = 0; h < 2; ++h)
 #pragma unroll
-                        for (int i = 0; i < IN_RESULT; ++i) store_pair<I>(array, sum[r], r, h, i);
-                store_result<I + 1>(sum);
-            }
+                    for (int i = 0; i < IN_RESULT; ++i) store_pair(array, sum[r], r, h, i);
         }
 
-        template <int I, class T>
+      private:
+        template <class T>
         __device__ __forceinline__ void store_pair(T* array, const float (&sum)[4 * BLOCKS], int r,
                                                    int h, int i) const {
             const i64 m = row(r, h), safe = min(row(r, h), tile_.m_tile.end - 1);
@@ -127,7 +120,7 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
 #pragma unroll
                 for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
                     p[f] = sum[4 * (f * IN_RESULT + i) + 2 * h + e];
-                two.at[e] = s_.template result<I>(safe, i64(tile_.m_tile.group),
+                two.at[e] = s_.template result<0>(safe, i64(tile_.m_tile.group),
                                                   min(column(i) + e, Segment::WIDTH - 1), p);
             }
             if (m < tile_.m_tile.end && column(i) < Segment::WIDTH)
