@@ -26,6 +26,7 @@ from torch import Tensor
 from fusion_moe.arch import Arch
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import one_group
+from fusion_moe.backends.cuda.grouped_mm import ByVariants
 from fusion_moe.backends.cuda.heuristics import (
     AUTO,
     Chosen,
@@ -101,10 +102,10 @@ DENSE = (  # one group: projections of attention, shared experts, dense layers
 PARTS = ("gate_up", "down")
 
 
-class Forced(Product):
+class Forced(ByVariants):
     """A product by given kernels, whose rows come as these read them."""
 
-    def __init__(self, product: Product, classes: tuple[SizeClass, ...]):
+    def __init__(self, product: ByVariants, classes: tuple[SizeClass, ...]):
         vars(self).update(vars(product))  # the same source: to make it again takes long
         self._classes = classes
 
@@ -149,7 +150,7 @@ class Task:
         )
         return max(read, 2 * rows * self.n * self.k / _FLOPS)
 
-    def product(self) -> tuple[Product, list[int]]:
+    def product(self) -> tuple[ByVariants, list[int]]:
         """Its source, and which of (activations, codes, block scales, decode scales, ends) are its
         inputs, in order.
         """
@@ -164,8 +165,9 @@ class Task:
         (segment,) = lowered.segments
         source = segment.plan.work
         assert isinstance(source, Product), segment.plan.why
+        assert source.by_variants
         inputs = lowered.stages[-1][1].inputs
-        return source, [inputs.index(v) for v in segment.inputs]
+        return source.by_variants, [inputs.index(v) for v in segment.inputs]
 
 
 def grid(layer: Layer) -> list[int]:

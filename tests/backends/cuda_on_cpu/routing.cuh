@@ -1,4 +1,4 @@
-// What mxfp8.cuh and block_copies.cuh use of the headers below them, for a CPU: a block is 256
+// What codes.cuh and block_copies.cuh use of the headers below them, for a CPU: a block is 256
 // threads, a grid one block.
 #pragma once
 
