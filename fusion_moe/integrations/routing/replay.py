@@ -185,9 +185,7 @@ class _Given:
             )
         of = next((p for m in self.modules for p in m.parameters() if not p.is_meta), ids)
         self.ids = ids.to(of.device, torch.int64, copy=True)
-        self.weights = (
-            None if own or weights is None else weights.to(of.device, torch.float32, copy=True)
-        )
+        self.weights = None if own or weights is None else weights.to(of.device, copy=True)
 
     def need_rows(self, rows: int) -> None:
         """ShapeError for a call with another number of tokens."""
