@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -94,7 +93,6 @@ def _choosers(module: Any) -> Iterator[Any]:
         yield module
 
 
-@cache
 def _chooses(of: type) -> bool:
     code = getattr(inspect.unwrap(of.forward), "__code__", None)  # type: ignore[attr-defined]
     return code is not None and "topk" in code.co_names

@@ -92,6 +92,7 @@ class Replay:
             raise ShapeError(f"ids {found}", expected=f"{want}, as before")
         for given, (_, (ids, weights)) in zip(self._given, rows, strict=True):
             given.ids.copy_(ids)
+            torch.lt(given.ids, 0, out=given.unknown)
             if given.weights is not None and weights is not None:
                 given.weights.copy_(weights)
 
@@ -170,8 +171,8 @@ def _in_backward() -> bool:
 
 
 class _Given:
-    """The rows of a layer: ids int64[rows, k], weights float[rows, k] or None. modules: what is
-    given them.
+    """The rows of a layer: ids int64[rows, k], weights float[rows, k] or None. unknown
+    bool[rows, k]: where ids are -1; modules: what is given them.
     """
 
     def __init__(self, layer: ExpertsLayer, ids: Tensor, weights: Tensor | None, own: bool):
@@ -185,6 +186,7 @@ class _Given:
             )
         of = next((p for m in self.modules for p in m.parameters() if not p.is_meta), ids)
         self.ids = ids.to(of.device, torch.int64, copy=True)
+        self.unknown = self.ids < 0
         self.weights = None if own or weights is None else weights.to(of.device, copy=True)
 
     def need_rows(self, rows: int) -> None:
@@ -218,8 +220,8 @@ def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
         raise _other_k(given, ids.shape[1])
     chosen, of_them = given.ids.to(ids.dtype), given.weights.to(weights.dtype)
     if step.partial:
-        unknown = chosen < 0
-        chosen, of_them = torch.where(unknown, ids, chosen), torch.where(unknown, weights, of_them)
+        chosen = torch.where(given.unknown, ids, chosen)
+        of_them = torch.where(given.unknown, weights, of_them)
     return step.inner(x, chosen, of_them, *rest, **kwargs)
 
 
@@ -260,7 +262,8 @@ class _Chooser(TorchFunctionMode):
             return func(scores, k, *args, **kwargs)
         ids = self.given.ids.view(*scores.shape[:-1], k)
         if self.partial:
-            ids = torch.where(ids < 0, func(scores, k, *args, **kwargs).indices, ids)
+            own = func(scores, k, *args, **kwargs).indices
+            ids = torch.where(self.given.unknown.view(ids.shape), own, ids)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def _masked_fill(
@@ -270,7 +273,9 @@ class _Chooser(TorchFunctionMode):
         if not self.partial:
             return scores
         ids = self.given.ids.view(*scores.shape[:-1], -1)
-        known = torch.zeros_like(mask).scatter(-1, ids.clamp(min=0), ids >= 0)
+        known = torch.zeros_like(mask).scatter(
+            -1, ids.clamp(min=0), ~self.given.unknown.view(ids.shape)
+        )
         return func(scores, mask & ~known, *args, **kwargs)
 
 
