@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -106,3 +107,25 @@ def test_offload(capsys, monkeypatch):
     assert " 0 experts copied" not in said
     assert " 0 computed," not in said
     assert said.count(" slots' experts are there; ") == 4
+
+
+@pytest.mark.once
+@pytest.mark.exhaustive
+@pytest.mark.judges("trl", "datasets")
+def test_grpo(capsys, monkeypatch):
+    """The reward rises, while steps have the experts of rollouts; four differences are shown."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(EXAMPLES / "grpo.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert done.value.code == 0
+    assert re.search(r"reward: \d\.\d+ in the first 8 steps, \d\.\d+ in the last 8", said)
+    shown = re.findall(r"^(neither|replay|order=.*?) +(\d\S+) +(\d\S+)$", said, re.MULTILINE)
+    assert [name for name, *_ in shown] == [
+        "neither",
+        "replay",
+        'order="row"',
+        'order="row" and replay',
+    ]
+    assert all(0 < float(mean) < 0.1 and float(most) < 2 for _, mean, most in shown)
