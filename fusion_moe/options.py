@@ -109,6 +109,11 @@ class Options:
         "weights in the order of CUDA's kernels from a module's first call there on, "
         "without prepare_; others in each call of many rows",
     )
+    keep_weights: bool = _option(
+        False,
+        "eager calls that read weights in another layout than the target's keep copies in that "
+        "while the weights live and torch counts no write: not through .data",
+    )
     background_compile: bool = _option(
         False,
         "calls of new sizes on a GPU run kernels for any size while their own compile; "

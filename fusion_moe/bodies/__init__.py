@@ -4,4 +4,5 @@ autocast.
 eager.py         the bodies of the operations and of `fusion_moe::run`
 autograd.py      their derivatives; batched.py: under vmap
 autocast.py      their casts under torch.autocast
+stored.py        weights in other layouts than the caller's
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ from ..definitions.operations import (
 )
 from ..definitions.run import RUN, RUN_INTO, all_inputs, named_sizes, need_written
 from ..definitions.tensor_lists import PartCounts, grouped, joined
-from ..ir import parse
+from ..ir import Op, parse
 from ..ir.effects import check_targets
 from ..ir.text import text
 from ..options import Options, current, from_key
 from ..runtime import native
 from ..runtime.program import Program
 from ..runtime.remembered import Remembered
+from .stored import kept, reading, to_reorder
 
 _REMEMBERED = 1024  # how many specialization keys are kept
 
@@ -69,14 +70,46 @@ class _Found:
         changed = {i: t.shape for i, t in enumerate(taken) if t is not tensors[i]}
         return cls(program, program.sizes(taken, sizes), changed, lead)
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of the program."""
+    def taken(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the program takes for the caller's tensors."""
         tensors = list(inputs)
         for i, shape in self.changed.items():
             t = fp4_as_bytes(inputs[i])
             tensors[i] = t if t.shape == shape else t.reshape(shape)
-        outputs = self.program.run(tensors, self.sizes)
-        if native.wanted():
+        return tensors
+
+    def with_kept(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The outputs by weights that are kept in other layouts; None if not all are there."""
+        if not self._to_keep:
+            return None
+        tensors, parts = self.taken(inputs), dict[Op, tuple[str, list[Tensor]]]()
+        for pack, wanted, places in self._to_keep:
+            parts[pack] = wanted, kept(pack, wanted, [tensors[i] for i in places])
+        if not all(made for _, made in parts.values()):
+            return None
+        for pack, _, places in self._to_keep:
+            for i, t in zip(places, parts[pack][1], strict=True):
+                tensors[i] = t
+        if not self._other:
+            other = text(reading(self.program.stages[0][1], parts))
+            self._other.append(program_of(other, tensors[0].device))
+        return self._other[0].run(tensors, self.sizes)
+
+    @cached_property
+    def _to_keep(self) -> list[tuple[Op, str, list[int]]]:
+        fusion = self.program.stages[0][1]
+        packs = to_reorder(fusion, self.program.target)
+        return [(p, w, [fusion.inputs.index(v) for v in p.values]) for p, w in packs]
+
+    @cached_property
+    def _other(self) -> list[Program]:
+        """The program that reads kept weights, once it is needed."""
+        return []
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the program."""
+        outputs = self.program.run(self.taken(inputs), self.sizes)
+        if native.wanted() and not current().keep_weights:
             native.offer(self.program.plan_for_native(inputs, self.sizes))
         return outputs
 
@@ -120,7 +153,8 @@ class _Body:
         entry = self._found.get(key)
         if entry is None:
             entry = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
-        outputs = entry.run(tensors)
+        outputs = entry.with_kept(tensors) if current().keep_weights else None
+        outputs = entry.run(tensors) if outputs is None else outputs
         return restored(outputs[0], entry.lead) if len(outputs) == 1 else tuple(outputs)
 
     def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:

@@ -7,16 +7,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from .. import options
 from ..arch import Arch
 from ..backends import TARGETS, backend_for, cuda
+from ..bodies.stored import to_reorder
 from ..errors import UnsupportedError
 from ..ir import Fusion, TensorType, plain, value
 from ..ir.kinds.quantized import format_of
 from ..ir.text import text
 from ..layouts import LAYOUTS, LINEAR, ceil_to
+from ..messages.units import amount
 from ..runtime.kernel import Kernel
 from ..schedule.product import products
 from ..schedule.segment import Segment
@@ -91,8 +94,11 @@ def _why(backend: str, to: Target, why_not: str) -> str:
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout
-    but in one that `prepare_` knows.
+    but in one that `prepare_` knows; under the option `keep_weights` what eager calls keep.
     """
+    if options.current().keep_weights:
+        packs = [(pack.outputs[0].type, wanted) for pack, wanted in to_reorder(fusion, to)]
+        return tuple((w.layout, _what_calls_keep(w, wanted)) for w, wanted in packs)
     prepared = {target.weight_layout for target in TARGETS.values()}
     results = (
         (p.weight.type, to.layout_of(p.weight.type.dtype, format_of(p.a.type)))
@@ -106,6 +112,13 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
             if w.quantized and w.layout in prepared - {wanted} and not set(w.symbols())
         )
     )
+
+
+def _what_calls_keep(w: TensorType, wanted: str) -> str:
+    moves = any(getattr(LAYOUTS[name], "elements", None) for name in (wanted, w.layout))
+    bits = w.encoding.weight_bits - (0 if moves else w.encoding.element.bits)
+    nbytes = prod(map(plain, w.shape)) * bits / 8
+    return f"eager calls keep a copy in {wanted}, of {amount(nbytes, 'B')}"
 
 
 def _what_prepare_does(w: TensorType, wanted: str, to: Target) -> str:
