@@ -2,11 +2,15 @@
 which are then read as those of weights that lie so.
 """
 
+import gc
+
 import pytest
 import torch
 from torch._inductor import config
 
 import fusion_moe
+from fusion_moe import options
+from fusion_moe.bodies import stored
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import NonFiniteError
 from fusion_moe.layouts import LAYOUTS, SF128X4, W16X64
@@ -43,10 +47,10 @@ def problem_of(sizes, n, k):
 def test_the_bits_are_those_of_weights_in_tiles(layout, encoding, sizes, n, k):
     parts, of = weight_of(encoding, len(sizes), n, k), ENCODINGS[encoding]
     x, ends = rows_of(sizes, k, spare=3)
-    stored = LAYOUTS[layout].pack(*parts, encoding=of)
+    there = LAYOUTS[layout].pack(*parts, encoding=of)
     tiles = W16X64.pack(*parts, encoding=of)
     with torch.inference_mode():
-        found = GROUPED_MM(x, list(stored), ends, weight_format=encoding, weight_layout=layout)
+        found = GROUPED_MM(x, list(there), ends, weight_format=encoding, weight_layout=layout)
         want = GROUPED_MM(x, list(tiles), ends, weight_format=encoding, weight_layout="w16x64")
     assert found.equal(want)
     fusion_moe.synchronize()
@@ -74,6 +78,35 @@ def test_replays_read_the_weights_of_now():
         want = GROUPED_MM(x, list(tiles), ends, weight_format="nvfp4", weight_layout="w16x64")
         assert found.equal(want)
         assert NVFUSERS(x, *given, *problem).equal(want)
+
+
+def test_tiles_that_are_kept_are_those_of_the_weights_of_now():
+    sizes, n, k = (600, 900), 256, 512
+    x, ends = rows_of(sizes, k)
+    parts, problem = weight_of("nvfp4", 2, n, k), problem_of(sizes, n, k)
+    given = nvfusers(parts)
+
+    def want():
+        tiles = W16X64.pack(*parts, encoding=ENCODINGS["nvfp4"])
+        return GROUPED_MM(x, list(tiles), ends, weight_format="nvfp4", weight_layout="w16x64")
+
+    with torch.no_grad(), options.override(keep_weights=True):
+        for there in (0, 1, 1):
+            assert NVFUSERS(x, *given, *problem).equal(want())
+            assert stored.kept_bytes() == there * sum(t.nbytes for t in parts[:2])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = NVFUSERS(x, *given, *problem)
+        parts[0].copy_(parts[0].flip(0))
+        graph.replay()
+        assert found.equal(want())
+        for _ in range(3):
+            assert NVFUSERS(x, *given, *problem).equal(want())
+    del given
+    parts.clear()
+    gc.collect()
+    assert stored.kept_bytes() == 0
+    fusion_moe.synchronize()
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])
