@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from bad_calls import message, messages
 from cover import few
 from files import again, change, copied
@@ -353,7 +354,7 @@ def test_broken_directories(how, tmp_path, golden):
     """No error of transformers or of the system, and none after the weights were read."""
     path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
     how(path)
-    golden(message(lambda: from_pretrained(path)))
+    golden(message(lambda: from_pretrained(path)).replace(transformers.__version__, "VERSION"))
 
 
 def test_sizes_that_may_differ(tmp_path):
