@@ -79,7 +79,8 @@ _MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"
 if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
-    from .offload import offload_, verify
+    from .offload import offload_
+    from .offload.verification import verify
     from .recorder import record
     from .report import diff, explain, last_compiled
     from .routing import record_routing, replay_routing

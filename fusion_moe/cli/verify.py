@@ -17,7 +17,7 @@ from .start import FINE, PROBLEMS, load
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..offload.verify import Verification
+    from ..offload.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def verify(
         model = from_pretrained(directory)
         if adapter is not None:
             model = _peft().from_pretrained(model, adapter)
-    return Verified(str(directory), adapter and str(adapter), verified(model))
+    return Verified(str(directory), None if adapter is None else str(adapter), verified(model))
 
 
 def _peft() -> Any:

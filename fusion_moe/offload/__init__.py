@@ -15,7 +15,7 @@ device.py        what a layer asks of a device; cuda.py, launches.py, kernels/: 
 worker.py, requester.py
                  who computes what a device hands over; pinned.py: memory that it reads
 folder.py        experts that memory has no room for
-verify.py        what the experts of a model are
+verification.py  what the experts of a model are
 training.py      steps with adapters or gradients; buffers.py: what they copy, ahead
 """
 
@@ -24,6 +24,6 @@ from __future__ import annotations
 from .experts import OffloadedExperts
 from .offload import counters, explain, learn_, offload_
 from .plan import Plan
-from .verify import verify
+from .verification import verify
 
 __all__ = ["OffloadedExperts", "Plan", "counters", "explain", "learn_", "offload_", "verify"]

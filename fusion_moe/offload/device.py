@@ -61,8 +61,8 @@ class Device(Protocol):
     spare: int  # slots for what one step copies
     limit: int | None  # how many experts a short step copies at most; None: all
     on: torch.device
-    slots: Mapping[str, Tensor]
-    layout: str | None  # of weights in slots; None: as on the host
+    slots: dict[str, Tensor]
+    layout: str  # of weights in slots; "": as on the host
     copies_itself: bool  # whether `fetch` returns before the host has read what it copies
 
     @property

@@ -144,7 +144,7 @@ class OffloadedExperts(Experts):
         return self._number, self._version
 
     @property
-    def buffers(self) -> Buffers:
+    def layer_buffers(self) -> Buffers:
         """Those that it shares with layers like it."""
         form = tuple((t.shape, t.dtype) for t in self.storage.tensors.values())
         if form not in self._shared:

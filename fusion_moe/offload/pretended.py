@@ -29,7 +29,7 @@ class Pretended:
     slots: for the cache; spare: for what one step copies, in turns if it copies more.
     """
 
-    on, layout, copies_itself = torch.device("cpu"), None, False
+    on, layout, copies_itself = torch.device("cpu"), "", False
 
     def __init__(self, storage: HostStorage, slots: int, spare: int, constants: Constants):
         self.limit = 0 if storage.in_files else None

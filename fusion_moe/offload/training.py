@@ -35,7 +35,7 @@ def run(
             where=_WHERE,
         )
     named = _named(ids, layer.storage.experts)
-    with layer.buffers.hold(layer, named) as weights:
+    with layer.layer_buffers.hold(layer, named) as weights:
         arguments = layer.arguments(x, ids, w, weights, adapters)
         operation = partial(torch.ops.fusion_moe.fused_experts, **arguments)
         tensors = [t for _, t in each_tensor(arguments)]
@@ -96,7 +96,7 @@ class _Step:
                 todo="load, merge or update weights before a forward, or after its backward",
                 where=_WHERE,
             )
-        with self.layer.buffers.hold(self.layer, self.named) as weights:
+        with self.layer.layer_buffers.hold(self.layer, self.named) as weights:
             given, own = self.layer.storage.cast(weights, self.dtype), iter(saved)
             reads = [given[name] if name else next(own) for name in self.reads]
             return self.step.backward(reads, grads)

@@ -124,7 +124,7 @@ def test_encodings_and_biases(name):
 
 def test_each_layer_is_copied_once_a_pass_and_ahead_of_its_use(monkeypatch):
     _, found = both()
-    buffers, fetched = found.layers[0].buffers, list[tuple[int, int]]()
+    buffers, fetched = found.layers[0].layer_buffers, list[tuple[int, int]]()
     own, used = buffers._fetch, list[int]()
 
     def fetch(layer: OffloadedExperts, wanted: Any) -> None:
@@ -137,7 +137,7 @@ def test_each_layer_is_copied_once_a_pass_and_ahead_of_its_use(monkeypatch):
         used.append(layer._number - found.layers[0]._number)
         return hold(layer, named)
 
-    assert all(layer.buffers is buffers for layer in found.layers)
+    assert all(layer.layer_buffers is buffers for layer in found.layers)
     for _ in range(2):
         gradients(found, 40, torch.bfloat16)
     monkeypatch.setattr(buffers, "_fetch", fetch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,10 @@ def verify(model: nn.Module, strict: bool = False) -> Verification:
 
 
 def _projections(model: nn.Module, saved: set[int]) -> Iterator[Projection]:
+    layers: Iterable[Any] = model.modules()  # PEFT's are around what they adapt
     others = {
         (id(m.get_base_layer()), m.parameter_name): m
-        for m in model.modules()
+        for m in layers
         if hasattr(m, "parameter_name") and hasattr(m, "get_base_layer")
     }
     for name, module in model.named_modules():
