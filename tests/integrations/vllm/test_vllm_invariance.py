@@ -20,7 +20,10 @@ from fusion_moe.checkpoints import quantize
 
 pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parents[3] / "tools" / "vllm_gpu" / "invariance.py"
-PARTS = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}  # 64: prompts in parts
+PARTS: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 64,
+}  # 64: prompts in parts
 
 
 def answers(directory: Path, out: Path, *arguments: Any, order: str = "row", **options: Any) -> Any:
@@ -62,7 +65,8 @@ def test_nor_on_caches_parts_and_adapters_of_others(tmp_path: Path) -> None:
     """
     directory = quantize(DEMO, tmp_path / "nvfp4")
     adapter = adapter_of(judged(directory, tmp_path, [])[0], tmp_path, seed=1)
-    lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["experts"]}
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    lora["lora_target_modules"] = ["experts"]
     whole = answers(directory, tmp_path / "whole.json")
     results = answers(directory, tmp_path / "lora.json", "--adapter", adapter, **PARTS, **lora)
     assert not other_bits(whole) | other_bits(results)
