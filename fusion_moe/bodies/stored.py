@@ -45,7 +45,8 @@ def to_reorder(fusion: Fusion, target: Target) -> Iterator[tuple[Op, str]]:
         inputs = all(v in fusion.inputs for v in pack.values) and not set(weight.symbols())
         if wanted == weight.layout or not (alone and inputs):
             continue
-        if not LAYOUTS[wanted].why_not(*weight.shape[-2:], weight.encoding):
+        n, k = weight.shape[-2:]
+        if not LAYOUTS[wanted].why_not(n, k, weight.encoding):
             yield pack, wanted
 
 

@@ -117,7 +117,7 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
 def _what_calls_keep(w: TensorType, wanted: str) -> str:
     moves = any(getattr(LAYOUTS[name], "elements", None) for name in (wanted, w.layout))
     bits = w.encoding.weight_bits - (0 if moves else w.encoding.element.bits)
-    nbytes = prod(map(plain, w.shape)) * bits / 8
+    nbytes = prod(value(plain(d), {}) for d in w.shape) * bits / 8
     return f"eager calls keep a copy in {wanted}, of {amount(nbytes, 'B')}"
 
 
