@@ -166,6 +166,11 @@ class Buffers:
         return there
 
 
+def needed(layer: OffloadedExperts) -> int:
+    """Bytes of the buffers for layers like one."""
+    return (1 + _AHEAD) * layer.storage.experts * layer.storage.nbytes
+
+
 def _rows(t: Tensor) -> Tensor:
     """t [E, ...] as few numbers of each expert, of any dtype."""
     rows = t.view(len(t), -1).view(torch.uint8)

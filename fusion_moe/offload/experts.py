@@ -16,10 +16,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the tracer
 
 from ..errors import Error, UnsupportedError
+from ..messages import amount
 from ..nn import Experts, checks
 from ..runtime import cuda
 from . import training
-from .buffers import Buffers
+from .buffers import Buffers, needed
 from .cache import Cache
 from .device import Counters, Device, HostStorage, decide
 
@@ -148,7 +149,14 @@ class OffloadedExperts(Experts):
         """Those that it shares with layers like it."""
         form = tuple((t.shape, t.dtype) for t in self.storage.tensors.values())
         if form not in self._shared:
-            self._shared[form] = Buffers(self)
+            try:
+                self._shared[form] = Buffers(self)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"no room for the buffers of offloaded experts, {amount(needed(self), 'B')}: "
+                    "offload with less max_memory (fusion-moe plan --train says how much), or with "
+                    f"gradient checkpointing. {error}"
+                ) from None
         return self._shared[form]
 
     def arguments(

@@ -18,6 +18,7 @@ from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError, UnsupportedError, WorkerError
 from fusion_moe.layouts.w16x64 import W16X64
 from fusion_moe.nn import Experts, swiglu
+from fusion_moe.nn.lora.adapter import add_lora_
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
 from fusion_moe.offload.experts import OffloadedExperts
@@ -198,6 +199,40 @@ def test_bad_ids_are_told_as_on_the_gpu():
     with pytest.raises(GroupsError, match=f"= {E} is out of range"):
         fusion_moe.synchronize()
     assert torch.equal(found(x, ids, w), good)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("slots", [0, 7])
+def test_gradients_of_adapters_are_those_of_experts_on_the_gpu(slots, in_files, tmp_path):
+    """Bit for bit: of layers that are fetched ahead, in one order and in the other."""
+    shared, models = {}, []
+    for away in (False, True):
+        layers = [layer(seed=seed) for seed in range(3)]
+        if away:
+            for of in layers if in_files else ():
+                with pages.in_files(tmp_path):
+                    _into_files(of)
+            layers = [offloaded(of, slots) for of in layers]
+            for of in layers:
+                of._shared = shared
+        models.append(torch.nn.ModuleList(layers).cuda())
+        add_lora_(models[-1], rank=4)
+        g = torch.Generator().manual_seed(1)
+        for p in (p for p in models[-1].parameters() if p.requires_grad):
+            p.data.copy_(torch.randn(p.shape, generator=g) / 10)
+    for seed, tokens in enumerate((1000, 1, 40, 1000)):
+        results = []
+        for model in models:
+            x, ids, w = call(tokens, seed)
+            y = x.requires_grad_()
+            with torch.enable_grad():
+                for of in model:
+                    y = y + of(torch.nn.functional.layer_norm(y, (H,)), ids, w.requires_grad_())
+                y.float().square().mean().backward()
+            factors = [p.grad for p in model.parameters() if p.requires_grad]
+            results.append([y.detach(), x.grad, w.grad, *factors])
+        assert len(results[0]) == 3 + 3 * 4
+        assert all(map(torch.equal, *results)), tokens
 
 
 def test_a_worker_that_ended_is_an_error():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 pytest.importorskip("transformers")
 
 from files import MADE
+from tiny_qwen3 import qwen3_moe
 from transformers import AutoModelForCausalLM
 
 import fusion_moe
@@ -391,3 +393,28 @@ def test_nobody_else_imports_it():
         "sys.exit(any(n.startswith('fusion_moe.offload') for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_folder_that_is_full_in_the_middle_loses_nothing(disk):
+    """Where there seemed to be room; the model is as it was, and may go elsewhere."""
+    model = qwen3_moe(num_hidden_layers=2).bfloat16()
+    quantize_(model)
+    layers = [m for m in model.modules() if isinstance(m, Experts)]
+    ids = IDS % 32
+    with torch.no_grad():
+        want = model(ids).logits
+    memory, more = {"pretended": "1GB", "cpu": 100}, {"kv_tokens": 0, "experts_device": "cpu"}
+    before, largest = resource.getrlimit(resource.RLIMIT_FSIZE), layers[0].gate_up_proj.nbytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))  # smaller ones fit
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            offload_(model, memory, offload_folder=disk, **more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not stored(model)
+    with torch.no_grad():
+        assert model(ids).logits.equal(want)
+    offload_(model, memory, offload_folder=disk, **more)
+    assert stored(model) == [True, True]
+    with torch.no_grad():
+        assert model(ids).logits.equal(want)

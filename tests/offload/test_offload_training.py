@@ -276,3 +276,20 @@ def test_bad_input(golden):
             }
         )
     )
+
+
+def test_no_room_for_buffers_is_an_error_before_the_step(monkeypatch):
+    plain, found = both()
+    layer = found.layers[0]
+    own = layer.storage.empty
+    rooms = iter([True, False])
+
+    def empty(experts_: int, on: Any) -> Any:
+        if not next(rooms, True):
+            raise torch.OutOfMemoryError("tried to allocate")
+        return own(experts_, on)
+
+    monkeypatch.setattr(layer.storage, "empty", empty)
+    with pytest.raises(torch.OutOfMemoryError, match=r"plan --train says.*tried to allocate"):
+        gradients(found, 40, torch.bfloat16)
+    assert_equal(gradients(found, 40, torch.bfloat16), gradients(plain, 40, torch.bfloat16))
