@@ -96,6 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Inductor does not ask the compiler which of the CPU's instructions it knows: 7 CPU seconds in
     # each new folder of its cache.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # its processes for Triton: no test on a CPU has any work for them
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
     # GPUs: each layer of a test would compile what it needs for counts that no test has
     os.environ.setdefault("FUSION_MOE_COMPILE_AHEAD", "0")
     if not every(config):

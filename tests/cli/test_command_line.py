@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from cover import few
 
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
@@ -256,7 +257,7 @@ def test_operations_are_registered_by_a_plain_import_and_by_a_command():
         assert (done.stdout, done.returncode) == ("fusion_moe.route\n", 0), done.stderr
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.8, 1.5, 2.5])
+@pytest.mark.parametrize("seconds", few([0.1, 0.3, 0.8, 1.5, 2.5], 2))
 def test_ctrl_c_while_a_command_starts(seconds):
     """After so many seconds of CPU time: a line at most, and the exit code of shells."""
     process = subprocess.Popen(

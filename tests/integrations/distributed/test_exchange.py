@@ -31,7 +31,10 @@ def said(program: Path, *arguments: object) -> list[str]:
     return (found.stdout + found.stderr).splitlines()
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 10_000), (4, 1_000), (1, 100)])
+@pytest.mark.parametrize(
+    ("ranks", "rounds"),
+    [(2, 1_000), (4, 1_000), (1, 100), pytest.param(2, 10_000, marks=pytest.mark.exhaustive)],
+)
 def test_calls_with_delays(program, ranks, rounds):
     """Any numbers of tokens, and any capacity in each call."""
     assert said(program, ranks, rounds, 1) == ["good"] * ranks

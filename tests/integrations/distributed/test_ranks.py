@@ -19,10 +19,11 @@ CASES = Path(__file__).with_name("cases.py")
 # a minute; of four what depends on how many there are, most of it with --all alone.
 KERNELS = "gradients_by_kernels,kernels_through_shared_memory"
 TWO, REST_OF_TWO = f"2:-{KERNELS}", f"2:{KERNELS}"
-FOUR = "4:experts_and_features,tokens_through_shared_memory,gradients_through_shared_memory"
+FOUR = "4:experts_and_features"
 MORE_OF_FOUR = (
     "4:whole_experts,tokens_of_a_rank,tokens_sent_to_experts,numbers_of_tokens_that_differ,"
-    "more_tokens_than_the_capacity,checkpoints,kernels_through_shared_memory",
+    "more_tokens_than_the_capacity,checkpoints,tokens_through_shared_memory,"
+    "gradients_through_shared_memory,kernels_through_shared_memory",
     "4:gradients_by_kernels,backwards_of_several_calls",
 )
 LOST = ("2:dies", "2:hangs")
