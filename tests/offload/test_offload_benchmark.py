@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import offload
 import offload_layers
+import offload_training
 import results
 
 pytest.importorskip("transformers")
@@ -87,3 +88,12 @@ def test_routings():
             assert int(uses[:32].sum()) > 2 * int(uses[32:].sum()) / 3
     one = offload_layers.drawn("recorded", offload_layers.MODELS["deepseek-v3"], 1000, 1)
     assert one.shape == (1, 1000, 8)
+
+
+def test_of_training(monkeypatch, capsys):
+    monkeypatch.setattr(offload_training, "DEVICE", torch.device("cpu"))
+    given = ["--model", "tiny", "--layers", "2", "--tokens", "64"]
+    monkeypatch.setattr(sys, "argv", ["offload_training.py", *given])
+    with torch.enable_grad():
+        offload_training.main()
+    assert "11 of 11 equal" in capsys.readouterr().out

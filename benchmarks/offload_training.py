@@ -1,0 +1,197 @@
+"""A step with adapters whose experts are in the host's memory, beside a step with all experts
+on the GPU: milliseconds, those that copies alone would take, and whether all gradients are equal,
+bit for bit.
+
+    python benchmarks/offload_training.py --layers 12 --tokens 16384 4096
+    python benchmarks/offload_training.py --model qwen3-235b --layers 4 --files FOLDER
+    python benchmarks/offload_training.py --model tiny --tokens 64    # on a CPU: equal bits alone
+
+Layers of experts of a model's sizes with random weights in NVFP4, LoRA of rank 16, and four frozen
+square products between them in place of attention, which is not computed, since it would add up
+gradients in another order each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear
+
+from fusion_moe.nn import NVFP4Experts
+from fusion_moe.nn.lora.adapter import add_lora_
+from fusion_moe.offload import OffloadedExperts
+from fusion_moe.offload.cache import Cache
+from fusion_moe.offload.machine import EXPECTED
+from fusion_moe.offload.offload import _into_files
+from fusion_moe.offload.pretended import Pretended
+from fusion_moe.runtime.host_memory import pages
+
+# experts, hidden and intermediate features, experts of a token
+MODELS = {
+    "qwen3-30b": (128, 2048, 768, 8),
+    "qwen3-235b": (128, 4096, 1536, 8),
+    "tiny": (8, 64, 32, 2),
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WARM, STEPS = 2, 5
+
+
+class Layers(nn.Module):
+    """Layers of experts, and what is between them."""
+
+    def __init__(self, layers: list[Any], hidden: int):
+        super().__init__()
+        self.layers, self.hidden = nn.ModuleList(layers), hidden
+        self.between = torch.eye(hidden, dtype=torch.bfloat16, device=DEVICE)
+
+    def forward(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        for layer in self.layers:
+            for _ in range(4):
+                x = linear(x, self.between)
+            x = x + layer(layer_norm(x, (self.hidden,)), ids, w)
+        return x
+
+
+def experts(seed: int, count: int, hidden: int, inner: int) -> NVFP4Experts:
+    """Of a layer, on the device."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    up, down = (
+        torch.randn(count, n, k, generator=g, device=DEVICE, dtype=torch.bfloat16) / k**0.5
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    return NVFP4Experts.from_float(up, down)
+
+
+def device_of(slots: int) -> Any:
+    """What makes the devices of layers from their storage."""
+    costs, shared = EXPECTED["H200"], list[Any]()
+    if DEVICE.type == "cpu":
+        return lambda s: Pretended(s, slots, 2, costs.constants(s.nbytes, s.macs))
+    from fusion_moe.offload.cuda import Cuda, shared_of
+
+    def make(storage: Any) -> Any:
+        if not shared:
+            shared.append(shared_of(storage, DEVICE))
+        constants = costs.constants(storage.nbytes, storage.macs)
+        return Cuda(storage, slots, 2, constants, shared[0], DEVICE)
+
+    return make
+
+
+def built(args: argparse.Namespace, away: bool) -> Layers:
+    """The model, its experts on the device or away."""
+    count, hidden, inner, _ = MODELS[args.model]
+    slots, shared = int(args.resident * count), dict[Any, Any]()
+    layers, make = list[Any](), device_of(slots)
+    for i in range(args.layers):
+        layer: Any = experts(i, count, hidden, inner)
+        if away:
+            in_files = args.files is not None and i >= args.layers // 2
+            with pages.in_files(args.files) if in_files else nullcontext():
+                layer = layer.to("cpu")
+                if in_files:
+                    _into_files(layer)
+            layer = OffloadedExperts.of(layer, make, Cache(count, slots), 0, shared)
+        layers.append(layer)
+    model = Layers(layers, hidden)
+    add_lora_(model, rank=16)
+    g = torch.Generator(DEVICE).manual_seed(7)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.normal_(0, 0.01, generator=g)
+    return model
+
+
+def step(model: Layers, x: Tensor, ids: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """The result, and all gradients."""
+    model.zero_grad()
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = model(x, ids, w)
+    y.float().square().mean().backward()
+    yield from (y.detach(), x.grad, w.grad)  # type: ignore[misc]
+    yield from (p.grad.cpu() for p in model.parameters() if p.grad is not None)
+
+
+def inputs(args: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts, the router's weights."""
+    count, hidden, _, k = MODELS[args.model]
+    g = torch.Generator(DEVICE).manual_seed(tokens)
+    x = torch.randn(tokens, hidden, generator=g, device=DEVICE, dtype=torch.bfloat16)
+    chosen = torch.rand(tokens, count, generator=g, device=DEVICE).topk(k)
+    return x, chosen.indices, chosen.values
+
+
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(model: Layers, given: tuple[Tensor, ...]) -> float:
+    """Of a step."""
+    times = []
+    for _ in range(WARM + STEPS):
+        model.zero_grad()
+        synchronize()
+        start = time.perf_counter()
+        x, ids, w = given
+        model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times[WARM:])[STEPS // 2]
+
+
+def copies(model: Layers) -> float:
+    """Milliseconds that the copies of a step take by themselves: all layers both ways, but for the
+    ends, which are there.
+    """
+    layer = model.layers[0]
+    device, at = layer.device, layer.storage.empty(layer.storage.experts, DEVICE)
+    away = (device.expert_map < 0).nonzero().flatten().tolist()
+    times = []
+    for _ in range(STEPS):
+        synchronize()
+        start = time.perf_counter()
+        device.fetch(away, at)
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return (2 * len(model.layers) - 2) * sorted(times)[STEPS // 2]
+
+
+def main() -> None:
+    """Prints a line for each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--resident", type=float, default=0.1, help="share of experts in slots")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 4096])
+    parser.add_argument("--files", type=Path, help="a folder for the second half of the layers")
+    args = parser.parse_args()
+    there, results = built(args, away=False), {}
+    for tokens in args.tokens:
+        given = inputs(args, tokens)
+        results[tokens] = milliseconds(there, given), [*step(there, *given)]
+    del there
+    away = built(args, away=True)
+    for tokens in args.tokens:
+        given, (resident, want) = inputs(args, tokens), results[tokens]
+        ms, link = milliseconds(away, given), copies(away)
+        equal = sum(a.cpu().equal(b.cpu()) for a, b in zip(step(away, *given), want, strict=True))
+        print(
+            f"{args.model}, {args.layers} layers, {tokens:,} tokens, {args.resident:.0%} there: "
+            f"{ms:.1f} ms, all there {resident:.1f} ms, copies {link:.1f} ms: "
+            f"{max(resident, link) / ms:.3f} of what bounds it; {equal} of {len(want)} equal",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
