@@ -20,8 +20,8 @@ import pytest
 from cover import left_out
 
 TESTS = Path(__file__).resolve().parent
-# Tests of the base lane, within a tenth, and those of `--all`: tests/tools/test_number.py.
-ABOUT, ABOUT_ALL = 9_500, 11_600
+# Tests of the base lane without a GPU, within a tenth, and of `--all`: tests/tools/test_number.py.
+ABOUT, ABOUT_ALL = 7_000, 11_600
 GOLDEN = TESTS / "golden"
 # Folders of tests that depend on no version of torch, or that the newest is enough for: the full
 # lane runs none of them but for what needs nvFuser or thunder.
@@ -124,7 +124,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of which the full lane runs nothing are not imported there."""
+    """Files of which the full lane runs nothing are not imported there; those of GPUs, a quarter of
+    all tests, not without one.
+    """
+    if collection_path == TESTS / "gpu" and not every(config):
+        import torch
+
+        return None if torch.cuda.is_available() else True
     if not FULL_LANE or every(config) or not collection_path.match("test_*.py"):
         return None
     text = collection_path.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import few
 from files import MADE, change, copied, raw
 from safetensors import safe_open
 
@@ -173,7 +174,7 @@ def test_what_a_killed_process_finished_is_gone_on_from(
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst", "whole"]
 
 
-@pytest.mark.parametrize("other", ["source", "dtype", "form", "shards"])
+@pytest.mark.parametrize("other", few(["source", "dtype", "form", "shards"], 2))
 def test_what_is_left_of_another_job_is_removed(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

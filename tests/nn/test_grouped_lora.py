@@ -92,6 +92,7 @@ def gradients(y: Tensor, dy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [g.double() for g in torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("make", [lambda: linear(bias=True), swiglu], ids=["with a bias", "swiglu"])
 def test_against_whole_weights(how, make):

@@ -17,7 +17,10 @@ import torch.distributed
 CASES = Path(__file__).with_name("cases.py")
 # Each group is the name of a file. Of two ranks all cases but those whose kernels take a compiler
 # a minute; of four what depends on how many there are, most of it with --all alone.
-KERNELS = "gradients_by_kernels,kernels_through_shared_memory"
+KERNELS = (
+    "gradients_by_kernels,kernels_through_shared_memory,compiled_for_any_routing,"
+    "compiled_gradients_through_shared_memory"
+)
 TWO, REST_OF_TWO = f"2:-{KERNELS}", f"2:{KERNELS}"
 FOUR = "4:experts_and_features"
 MORE_OF_FOUR = (
