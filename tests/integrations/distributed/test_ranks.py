@@ -15,8 +15,8 @@ import pytest
 import torch.distributed
 
 CASES = Path(__file__).with_name("cases.py")
-# Each group is the name of a file. Of two ranks all cases but those whose kernels take a compiler
-# a minute; of four what depends on how many there are, most of it with --all alone.
+# Each group is the name of a file. Of two ranks all cases but those that take compilers longest; of
+# four what takes so many, the rest of what depends on how many there are with --all alone.
 KERNELS = (
     "gradients_by_kernels,kernels_through_shared_memory,compiled_for_any_routing,"
     "compiled_gradients_through_shared_memory"
