@@ -54,7 +54,9 @@ def quantize(
     ordered = (parts[s.part] for s in encoding.scales)
     if elements is None:
         elements = _coded(codes.reshape(*lead, n, k), encoding.element)
-    elements = elements.reshape(*lead, n, -1)[..., :packed].contiguous()
+    else:
+        elements = elements.unflatten(0, blocks.shape[:-1]).flatten(-2)
+    elements = elements[..., :packed].contiguous()
     return Quantized(elements, *ordered, encoding=encoding)
 
 
