@@ -41,7 +41,7 @@ from .heuristics import AUTO, Chosen
 from .mma_tile import mma_tile
 from .source import Array, Boxes, KernelSource, Sizes
 from .variants import Variant
-from .vectors import VECTOR, follow
+from .vectors import VECTOR, VectorElements, follow
 
 NEEDS = ("mma.e4m3", "cp.async")  # of products of codes: by fp8_mma.cuh, or by fp8.cuh
 ROWS = (FP8_ROWS.name,)  # encodings of rows
@@ -134,7 +134,8 @@ class ByCodes(DecodedRows):
     def __init__(self, plan: ProductPlan):
         super().__init__(plan)
         self._operand, self._sorted = _operand(self), list[Array]()
-        self._codes = self._make_codes()
+        self._codes, self.ELEMENTS = self._make_codes(), VectorElements
+        self.make_stores()  # of products without wgmma
         if not self._operand.in_boxes:
             self._sorted = [
                 Array(_SORTED_CODES, "u8", self.rows * plan.k),
@@ -209,8 +210,9 @@ class ByCodes(DecodedRows):
 
     def _product_of_codes(self, sizes: Sizes, arch: Arch, without_rest: bool) -> KernelSource:
         plan, read = self.plan, len(self.columns.read)
-        rows, codes = value(self.rows, sizes), [*self._codes, size_class(without_rest)]
         wgmma = by_wgmma(arch)
+        stores = [] if wgmma else self.stores
+        rows, codes = value(self.rows, sizes), [*self._codes, size_class(without_rest), *stores]
         m, n = _TILE if wgmma else mma_tile(_TILE[0], _HALF, plan.groups, arch, read)
         tiles = bound(rows, min(plan.groups, rows) + 1, m) // m
         weight = Boxes(

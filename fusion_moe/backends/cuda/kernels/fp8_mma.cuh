@@ -34,13 +34,11 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
     using Pairs = PairsOfCodes<Segment>;
     using typename Base::Schedule, typename Base::Sums, typename Base::Tile, typename Base::Warp;
 
-    class Sum {
+    class Sum : public Base::Sum {
         static constexpr int FRAGMENTS = Warp::FRAGMENTS, BLOCKS = Warp::COLUMNS / 8,
                              IN_RESULT = Warp::EACH / 8;  // blocks of eight columns
         static constexpr i32 K_BLOCKS = (Segment::K + 127) / 128;
-        const Pairs& s_;
-        const Tile& tile_;
-        const bool active_;
+        using Base::Sum::s_, Base::Sum::tile_, Base::Sum::active_;
         i32 a_row_[FRAGMENTS][2] = {};
 
         // Row m of the product, of those that the lane has: that of the h-th half of a fragment.
@@ -54,11 +52,7 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
         }
 
       public:
-        __device__ __forceinline__ Sum(const Pairs& s, const Tile& tile)
-            : s_(s),
-              tile_(tile),
-              active_(Schedule::grouped(tile) &&
-                      tile.m_tile.first + Warp::row() < tile.m_tile.end) {
+        __device__ __forceinline__ Sum(const Pairs& s, const Tile& tile) : Base::Sum(s, tile) {
             if (!active_) return;
 #pragma unroll
             for (int r = 0; r < FRAGMENTS; ++r)
@@ -96,35 +90,6 @@ struct Fp8GemmMma : GroupedGemmMma<PairsOfCodes<Segment>, TILE_M, TILE_N> {
                     sum[r][c] =
                         fmaf(part[0][c], a_scale[r][c / 2 % 2] * b_scale[c / 4][c % 2], sum[r][c]);
             }
-        }
-
-        __device__ __forceinline__ void store(const Sums& sum) const {
-            auto* array = s_.template array<0>();
-#pragma unroll
-            for (int r = 0; r < FRAGMENTS; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int i = 0; i < IN_RESULT; ++i) store_pair(array, sum[r], r, h, i);
-        }
-
-      private:
-        template <class T>
-        __device__ __forceinline__ void store_pair(T* array, const float (&sum)[4 * BLOCKS], int r,
-                                                   int h, int i) const {
-            const i64 m = row(r, h), safe = min(row(r, h), tile_.m_tile.end - 1);
-            Vector<T, 2> two;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float p[Segment::COLUMNS_PER_RESULT];
-#pragma unroll
-                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
-                    p[f] = sum[4 * (f * IN_RESULT + i) + 2 * h + e];
-                two.at[e] = s_.template result<0>(safe, i64(tile_.m_tile.group),
-                                                  min(column(i) + e, Segment::WIDTH - 1), p);
-            }
-            if (m < tile_.m_tile.end && column(i) < Segment::WIDTH)
-                store_vector<2>(array + m * Segment::WIDTH + column(i), two);
         }
     };
 };

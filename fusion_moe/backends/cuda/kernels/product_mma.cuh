@@ -234,6 +234,7 @@ struct GroupedGemmMma {
     };
 
     class Sum {
+      protected:
         const Segment& s_;
         const Tile& tile_;
         const Runs runs_;
