@@ -36,7 +36,7 @@ from ..serving import (
     weight_of,
 )
 from . import exchange, states
-from .loading import LoadsExperts
+from .loading import LoadsExperts, rounded
 from .log import logger
 from .names import name_in_files
 
@@ -129,7 +129,7 @@ class ExpertsMethod(FusedMoEMethodBase):
 
     def load(self, layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads tensors of a layer's experts, by their names after "experts."."""
-        deque(layer.load_weights(tensors), maxlen=0)
+        deque(layer.load_weights(rounded(layer, tensors)), maxlen=0)
 
     @property
     def _names(self) -> list[str]:

@@ -19,10 +19,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from ...checkpoints import FP8_OF_MATRIX, Scheme
 from ...checkpoints.fp8 import BLOCK
 from ...checkpoints.schemes import FP8 as FP8_SCALED, FP8_INVERSE, of_encoding
-from ...encodings import FP8, FP8_CHANNEL
+from ...encodings import FLOATS, FP8, FP8_CHANNEL
 from ...errors import DtypeError, UnsupportedError
-from ..serving import LEAVE, Named
+from ..serving import LEAVE
 from .experts import ExpertsMethod
+from .loading import LoadsExperts
 from .names import name_in_files
 
 # as vLLM has the scales that it loads
@@ -39,26 +40,26 @@ class Fp8ExpertsMethod(ExpertsMethod):
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """As of all experts. DtypeError when numbers are loaded, which vLLM would round to FP8."""
-        load = MethodType(_load_codes, layer)
+        load = MethodType(load_codes, layer)
         super().create_weights(layer, *sizes, **attributes | {"weight_loader": load})
 
 
-# a method of a layer, from which vLLM takes the layer while it keeps it
-def _load_codes(
+def load_codes(
     layer: Any, param: Tensor, loaded_weight: Tensor, weight_name: str, *where: Any, **named: Any
 ) -> Any:
-    codes = torch.float8_e4m3fn
-    if param.dtype == codes != loaded_weight.dtype:
+    """vLLM's loader of codes. DtypeError for numbers, which it would cast."""
+    if loaded_weight.dtype in FLOATS and param.dtype not in FLOATS:
         raise DtypeError(
             f"{weight_name} in {loaded_weight.dtype}",
-            expected=f"{codes}, and scales",
-            todo="quantize it as the experts that were loaded first",
+            expected=f"{param.dtype}, and scales",
+            todo="load it by the names that files have, or quantize it as the experts that were "
+            "loaded first",
             where=layer.layer_name,
         )
     return layer.weight_loader(param, loaded_weight, weight_name, *where, **named)
 
 
-_load_codes.supports_moe_loading = True  # type: ignore[attr-defined]
+load_codes.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
 class FusionMoeFp8Method(Fp8ExpertsMethod, Fp8MoEMethod):
@@ -113,7 +114,7 @@ def packed_scheme(weights: Any) -> Scheme | None:
     return None if blocks else _OF_STRATEGY.get(weights.strategy)
 
 
-class FusionMoeFp8Config(Named, Fp8Config):
+class FusionMoeFp8Config(LoadsExperts, Fp8Config):
     """vLLM's configuration of FP8, with this library's experts."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

@@ -1,6 +1,6 @@
-"""gpt-oss in other formats than its own, and Llama-4 in ModelOpt's NVFP4: vLLM's loaders for these
-models have no names for all tensors of experts. So these are taken out of what they read, and
-loaded here.
+"""What vLLM's loaders have no names for, taken out of what they read: gpt-oss in other formats than
+its own, and Llama-4 in ModelOpt's NVFP4, which are loaded here; and experts in floats, as a trainer
+has them, which are rounded to what a running engine serves and go on in the form of its files.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.models.utils import WeightsMapper
 
+from ...checkpoints import own_entries
+from ...encodings import FLOATS, check_finite, quantize_weight
 from ..serving import Named
 
 _EXPERTS = ".experts."
 
 
 class LoadsExperts(Named):
-    """A configuration whose methods load tensors in place of vLLM (`ExpertsMethod.loads`)."""
+    """A configuration whose methods load tensors in place of vLLM (`ExpertsMethod.loads`), or round
+    them. scales: by which rule.
+    """
+
+    scales = "max"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """As vLLM's, with the rule by which scales were chosen."""
+        made = super().from_config(config)  # type: ignore[misc]
+        made.scales = own_entries(config).get("scales", "max")
+        return made
 
     @cached_property
     def experts(self) -> dict[str, Any]:
@@ -47,7 +61,17 @@ class _Experts(WeightsMapper):
         return _Experts(other | self._mapper, self._layers)
 
     def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return self._mapper.apply(self._others(weights))
+        return self._mapper.apply(self._others(self._rounded(weights)))
+
+    def _rounded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, t in weights:
+            before, _, expert = name.partition(_EXPERTS)
+            layer = self._layers.get(f"{before}.experts")
+            if layer is None or layer.quant_method.loads(layer, expert):
+                yield name, t
+            else:
+                for part, stored in rounded(layer, [(expert, t)]):
+                    yield f"{before}{_EXPERTS}{part}", stored
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for layer, tensors in groupby(weights, self._layer):
@@ -60,3 +84,56 @@ class _Experts(WeightsMapper):
         before, _, name = named[0].partition(_EXPERTS)
         layer = self._layers.get(f"{before}.experts")
         return layer if layer is not None and layer.quant_method.loads(layer, name) else None
+
+
+_FUSED = "gate_up_proj", "up_proj", "down_proj"
+
+
+def _is_rounded(method: Any, name: str, t: Tensor) -> bool:
+    """Whether a tensor is a weight in floats for experts that are served in an encoding."""
+    return (
+        method.kept is not None
+        and not method.encoding.plain
+        and method.moe.activation.value != "swigluoai"
+        and t.dtype in FLOATS
+        and (name.endswith(".weight") or name in _FUSED)
+    )
+
+
+def rounded(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a layer by their names after "experts.", those in floats in the form of files if
+    the layer is served already. A weight is [N, K] of one expert or [E, N, K] of all, gate above
+    up.
+
+    Rounded by the rule for scales that the directory names. NonFiniteError for NaN and infinity.
+    """
+    for name, t in tensors:
+        if _is_rounded(layer.quant_method, name, t):
+            yield from _parts(layer, name, t)
+        else:
+            yield name, t
+
+
+def _parts(layer: Any, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The parts of each matrix, by the names that files have for them."""
+    method = layer.quant_method
+    check_finite(t, method.encoding, f"{layer.layer_name}.{name}")
+    projections, first = [name.removesuffix(".weight").rpartition(".")[2]], 0
+    if name in _FUSED:
+        gate, up, down = (getattr(layer, f"ckpt_{p}_proj_name") for p in ("gate", "up", "down"))
+        projections = {"gate_up_proj": [gate, up], "up_proj": [up], "down_proj": [down]}[name]
+    else:
+        first, t = int(name.partition(".")[0]), t[None]
+    for projection, matrices in zip(projections, t.chunk(len(projections), 1), strict=True):
+        weight = quantize_weight(
+            matrices.contiguous(), method.encoding, scales=layer.quant_config.scales
+        )
+        for i in range(len(t)):
+            one = f"{first + i}.{projection}"
+            for stored, part in zip(method.scheme.parts, weight, strict=True):
+                yield f"{one}{stored.suffix}", stored.from_part(part[i])
+            for unread in method.unread:  # numbers that vLLM waits for
+                if unread != "weight_shape":
+                    yield f"{one}.{unread}", torch.ones(())
+                elif projection != layer.ckpt_up_proj_name or method.moe.w13_num_shards == 1:
+                    yield f"{one}.{unread}", torch.tensor(matrices.shape[1:])  # for gate and up one

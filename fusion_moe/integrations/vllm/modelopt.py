@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.modelopt import (
@@ -19,11 +18,10 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 
-from ...checkpoints import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED, own_entries
-from ...encodings import FLOATS, NVFP4, check_finite, quantize_weight
+from ...checkpoints import FP8_OF_MATRIX, MODELOPT, MODELOPT_FUSED
 from ...errors import CheckpointError
 from .experts import ExpertsMethod
-from .fp8 import Fp8ExpertsMethod
+from .fp8 import Fp8ExpertsMethod, load_codes
 from .linear import is_linear_on_cpu, linear_method
 from .loading import LoadsExperts
 from .names import name_in_files
@@ -54,7 +52,7 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         for name in (*self.loaded, "w13_bias", "w2_bias") if self.interleave else ():
             getattr(layer, name).weight_loader = MethodType(_fill, layer)
         for name in () if self.interleave else ("w13_weight", "w2_weight"):
-            getattr(layer, name).weight_loader = MethodType(_load_numbers, layer)
+            getattr(layer, name).weight_loader = MethodType(load_codes, layer)
 
     def loads(self, layer: Any, name: str) -> bool:
         """Those of Llama-4 too, if they are of all experts."""
@@ -94,39 +92,6 @@ def _fill(layer: Any, param: Tensor, loaded_weight: Tensor) -> None:
     param.data.copy_(t.expand(param.shape))
 
 
-def _load_numbers(
-    layer: Any,
-    param: Tensor,
-    loaded_weight: Tensor,
-    weight_name: str,
-    *where: Any,
-    **named: Any,
-) -> Any:
-    """vLLM's loader of codes, which when it reloads quantizes numbers, as a trainer has them, by
-    the rule that the directory names. NonFiniteError for NaN and infinity.
-    """
-    method = layer.quant_method
-    if method.kept is None or loaded_weight.dtype not in FLOATS:
-        return layer.weight_loader(param, loaded_weight, weight_name, *where, **named)
-    rule = "max"
-    if param.is_meta:  # vLLM counts what it will load
-        loaded_weight = loaded_weight.to("meta")
-    else:
-        check_finite(loaded_weight, NVFP4, weight_name)
-        rule = getattr(method.quant_config, "scales", rule)
-    parts = *quantize_weight(loaded_weight, NVFP4, scales=rule), torch.ones(())
-    before, _, projection = weight_name.removesuffix("_weight").rpartition(".")
-    into = [name for name in method.loaded if name.startswith(f"{projection}_")]
-    loaded = [
-        layer.weight_loader(getattr(layer, name), t, f"{before}.{name}", *where, **named)
-        for name, t in zip(into, parts, strict=True)
-    ]
-    return all(loaded)
-
-
-_load_numbers.supports_moe_loading = True  # type: ignore[attr-defined]
-
-
 def _of_each(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
     """Llama-4's tensors, transposed, by the names and in the order of those of one expert each; one
     number is for all of them.
@@ -158,14 +123,6 @@ class FusionMoeModelOptConfig(LoadsExperts, ModelOptNvFp4Config):
     """
 
     FusedMoEMethodCls = FusionMoeModelOptMethod
-    scales = "max"
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """As vLLM's, with the rule by which scales were chosen."""
-        from_config = super().from_config(config)
-        from_config.scales = own_entries(config).get("scales", "max")
-        return from_config
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """vLLM's own method, except for experts, and on CPUs for linear layers."""

@@ -18,8 +18,9 @@ from vllm.utils.math_utils import round_up
 
 from ...checkpoints import PACKED_MXFP4
 from ...encodings import MXFP4
-from ..serving import AnyDtype, Named
+from ..serving import AnyDtype
 from .experts import ExpertsMethod
+from .loading import LoadsExperts
 
 
 class _Loaded(ExpertsMethod):
@@ -71,7 +72,7 @@ def _load_beside_zeros(layer: Any, param: Tensor, *loaded: Any, **named: Any) ->
     return layer.weight_loader(param, *loaded, **named)
 
 
-class FusionMoeMxfp4Config(Named, Mxfp4Config):
+class FusionMoeMxfp4Config(LoadsExperts, Mxfp4Config):
     """vLLM's configuration of MXFP4, with this library's experts."""
 
     def _make_moe_method(self, moe: Any) -> FusionMoeMxfp4Method:

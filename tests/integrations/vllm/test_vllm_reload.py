@@ -65,7 +65,9 @@ def qwen(ranks: Any, scales: str = "max") -> Made:
             for name, shape in shapes.items():
                 floats = torch.randn(shape, generator=g)
                 if in_floats:
-                    list(owner.load_weights([(f"{e}.{name}.weight", floats)]))
+                    mapper = quantization.get_checkpoint_weight_mapper()
+                    parts = mapper.apply([(f"{NAME}.{e}.{name}.weight", floats)])
+                    list(owner.load_weights((n.removeprefix(f"{NAME}."), t) for n, t in parts))
                     continue
                 weight = quantize(floats, NVFP4, scales=scales)
                 if seed < 0 and name == "down_proj":
