@@ -755,6 +755,23 @@ def test_a_source_that_does_not_compile():
     assert Path(caught.value.where).read_text() == "int f( {"
 
 
+def test_rows_that_are_cast_from_eight_bits():
+    """In the kernel of the product, as in one of their own."""
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 256], dtype="f8e4m3")
+    w = fd.define_tensor(shape=[4, 128, 256], dtype="bf16")
+    ends = fd.groups_of(fd.define_tensor(shape=[4], dtype="i32"), x.type.shape[0])
+    rows = fd.ops.neg(fd.ops.cast(fd.partition_by(x, ends), dtype="bf16"))
+    fd.add_output(fd.ops.relu(fd.ops.grouped_mm(rows, w, ends)))
+    alone = FusionDefinition()
+    x = alone.define_tensor(shape=[-1, 256], dtype="f8e4m3")
+    alone.add_output(alone.ops.cast(x, dtype="f32"))
+    for fusion in (fd.fusion(), alone.fusion()):
+        (kernel,) = emitted(fusion)
+        for tokens in (8, 700):
+            build_all(launches(kernel.launch.source, tokens), H200)
+
+
 @pytest.mark.parametrize("model", few(["qwen3", "gptoss"]))
 def test_experts_in_places(model):
     """A kernel before routing looks expert_map up; what follows are the kernels without them."""
