@@ -57,7 +57,8 @@ struct NoCopy {
 };
 
 // A copy in blocks along rows of groups whose codes are stored by columns: [blocks, K, 128], with
-// columns where place_in_tile says.
+// columns where place_in_tile says. Codes of tiles without rows are left as they are: nobody reads
+// them, and saved copies differ there from call to call.
 template <class Scale_>
 struct TurnedCopy {
     using Scale = Scale_;
