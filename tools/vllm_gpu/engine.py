@@ -59,7 +59,8 @@ class Engine:
         }
         self.llm = LLM(**usual | options)
         self.start_s = time.perf_counter() - begun
-        self.is_here = options.get("tensor_parallel_size", 1) == 1
+        one = options.get("tensor_parallel_size", 1) == 1
+        self.is_here = one and torch.cuda.is_available()  # the GPU's work is this process's
         self.adapter: LoRARequest | None = None  # of all requests
         self.vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
 

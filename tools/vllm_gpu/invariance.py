@@ -21,7 +21,6 @@ import fcntl
 import json
 import os
 import random
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import Engine
+from engine import Engine, decode, prefill
 from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -207,16 +206,13 @@ def measured(ask: Asked, rows: Rows | None) -> Iterator[tuple[str, Any]]:
     yield "with their own prefixes cached", differ(answers, alone)
 
 
-def speed(engine: Engine) -> Iterator[tuple[str, float]]:
-    """Milliseconds of a step with so many sequences, and of a prompt."""
+def speed(engine: Engine) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of a step with so many sequences, and of a long prompt: times by the clock, and GPU time with
+    that of each kernel, which other processes hardly change.
+    """
     for count in 1, 16, 64:
-        prompts = engine.prompts(count, 32, seed=count)
-        engine.generate(prompts, 8)
-        yield f"ms a step of {count}", 1e3 * statistics.median(engine.step_seconds(prompts))
-    for length in 512, 4096:
-        prompts = engine.prompts(1, length, seed=3)
-        times = [engine.seconds(prompts, 1) for _ in range(6)]
-        yield f"ms for a prompt of {length}", 1e3 * min(times[1:])
+        yield f"a step of {count}", decode(engine, count)
+    yield "a prompt", prefill(engine)
 
 
 def main() -> None:
@@ -254,7 +250,10 @@ class Notes:
 
     def __call__(self, name: str, value: Any) -> None:
         self.results[name] = value
-        shown = f"{len(value)} of them" if isinstance(value, list) else json.dumps(value)
+        if isinstance(value, dict):
+            shown = json.dumps({k: v for k, v in value.items() if k != "kernels"})
+        else:
+            shown = f"{len(value)} of them" if isinstance(value, list) else json.dumps(value)
         print(f"{time.perf_counter() - self.begun:6.1f} s  {name}: {shown}", flush=True)
         if self.file:
             self.file.write_text(json.dumps(self.results))
