@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import GroupsError, ShapeError, UnsupportedError, need_one_of
 from ...messages import count, some
@@ -161,9 +163,21 @@ class Replay:
         """Counts calls that a checkpoint which is not transformers' will make once more."""
         if torch.compiler.is_compiling() or self._within:
             return
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            self._open += -1 if _in_backward() else 1
+        if _in_backward():
+            self._open -= 1
+        elif _is_checkpointed():
+            self._open += 1
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch's checkpoint runs what calls this, for the first time."""
+    if not torch.is_grad_enabled():  # the reentrant one, or nobody
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+            frame = frame.f_back
+        return frame is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == CheckpointFunction.__module__
 
 
 def _in_backward() -> bool:

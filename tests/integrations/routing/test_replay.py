@@ -178,16 +178,27 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert not is_changed(model)
 
 
-def test_other_checkpoints_need_their_backward_in_the_block() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_other_checkpoints_need_their_backward_in_the_block(reentrant: bool) -> None:
     model, given = small(), tokens(1, 6)
+    embedded = model.model.embed_tokens(given).detach().requires_grad_()
 
     def run() -> Any:
-        return checkpoint(lambda x: model(input_ids=x, labels=x).loss, given, use_reentrant=False)
+        def loss(x: torch.Tensor) -> Any:
+            return model(inputs_embeds=x, labels=given).loss
+
+        return checkpoint(loss, embedded, use_reentrant=reentrant)
 
     with record_routing(model) as routing:
         model(input_ids=given)
-    with replay_routing(model, routing):
+    with replay_routing(model, shifted(routing)):
         run().backward()
+        got = embedded.grad
+        embedded.grad = None
+        model(inputs_embeds=embedded, labels=given).loss.backward()
+    torch.testing.assert_close(got, embedded.grad)
+    with replay_routing(model, routing), torch.no_grad():
+        model(input_ids=given)
     refused = pytest.raises(UnsupportedError, match="2 layers with checkpointed .*backward inside")
     with refused, replay_routing(model, routing):
         run()
