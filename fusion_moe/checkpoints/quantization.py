@@ -67,8 +67,8 @@ def quantize(
     nothing is written.
     """
     form = form_of(to)
-    rule = usual_rule(form.encoding) if scales is None else scales
-    check_rule(rule, form.encoding)
+    rule = usual_rule(form.scheme.own_encoding) if scales is None else scales
+    check_rule(rule, form.scheme.own_encoding)
     source = Source.open(src)
     family = known_family(source.directory)
     experts = dict(_experts(source, Rounding(form.scheme, rule, skip), family))
@@ -84,7 +84,7 @@ def quantize(
         )
 
     def becomes_floats(weight: StoredWeight) -> bool:
-        in_form = weight.scheme.encoding == form.encoding and not weight.scheme.fused
+        in_form = weight.scheme.encoding == form.scheme.encoding and not weight.scheme.fused
         kept = to == "nvfp4" and (weight.of_matrix or not weight.scheme.eight_bits)
         return weight.name not in experts and not (in_form or kept)
 
@@ -219,8 +219,7 @@ def _joined(steps: list[Step]) -> Step:
 def _quantized(
     name: str, shape: tuple[int, ...], read: Callable[[], Tensor], how: Rounding
 ) -> Step:
-    encoding = how.scheme.encoding
-    assert encoding is not None
+    encoding = how.scheme.own_encoding
     try:
         encoding.packed(shape[1])
     except ShapeError as error:

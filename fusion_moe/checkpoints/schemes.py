@@ -203,10 +203,19 @@ class Scheme:
         """Whether elements are integers, of which shapes say the encoding."""
         return self.parts[0].dtypes == (torch.int32,)
 
-    def floats(self, parts: Iterable[Tensor]) -> Tensor:
-        """f32 [N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
+    @property
+    def own_encoding(self) -> Encoding:
+        """Only for a scheme with an encoding."""
         assert self.encoding is not None, self.name
-        return dequantize(Quantized(*parts, encoding=self.encoding))
+        return self.encoding
+
+    def quantized(self, parts: Iterable[Tensor]) -> Quantized:
+        """[N, K] or [E, N, K], of the parts as `StoredPart.to_part` returns them."""
+        return Quantized(*parts, encoding=self.own_encoding)
+
+    def floats(self, parts: Iterable[Tensor]) -> Tensor:
+        """The same as f32."""
+        return dequantize(self.quantized(parts))
 
 
 _U8, _E4M3, _E8M0 = (torch.uint8,), (torch.float8_e4m3fn,), (torch.uint8, torch.float8_e8m0fnu)

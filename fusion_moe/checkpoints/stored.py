@@ -74,9 +74,8 @@ class StoredWeight:
         of a group must lie side by side, as in an encoding.
         """
         for fixed in self.scheme.fixed:
-            assert self.scheme.encoding is not None, self.name
             entry, (n, k) = self.entries[fixed.suffix], self.shape
-            result, wanted = read(entry.name), fixed.made(n, k, self.scheme.encoding)
+            result, wanted = read(entry.name), fixed.made(n, k, self.scheme.own_encoding)
             if not torch.equal(result.to(wanted.dtype), wanted):
                 error = fixed.refused(result, wanted)
                 if fixed.of_columns and not columns and isinstance(error, UnsupportedError):
@@ -90,8 +89,7 @@ class StoredWeight:
 
     def quantized(self, read: Read) -> Quantized:
         """The weight in its encoding, [N, K] or [E, N, K]. Only for a scheme with an encoding."""
-        assert self.scheme.encoding is not None, self.name
-        return Quantized(*self.parts(read), encoding=self.scheme.encoding)
+        return self.scheme.quantized(self.parts(read))
 
     def floats(self, read: Read) -> Tensor:
         """f32 [N, K] or [E, N, K]: elements times their scales, in whatever order groups have

@@ -40,12 +40,6 @@ class Form:
     scheme: Scheme
     config: Callable[[Iterable[str]], dict[str, Any]]
 
-    @property
-    def encoding(self) -> Encoding:
-        """That of the weights."""
-        assert self.scheme.encoding is not None
-        return self.scheme.encoding
-
 
 def compressed_scheme(encoding: Encoding | None) -> Scheme | None:
     """How compressed-tensors stores an encoding; None if this library does not write it so."""
@@ -65,8 +59,7 @@ def encoded_step(
 ) -> Step:
     """Writes a weight: [N, K], or [E, N, K] in a scheme with one tensor for all experts."""
     *lead, n, k = shape
-    encoding = scheme.encoding
-    assert encoding is not None
+    encoding = scheme.own_encoding
 
     def tensors(parts: Iterable[Tensor]) -> dict[str, Tensor]:
         stored = {

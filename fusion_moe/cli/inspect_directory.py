@@ -28,7 +28,7 @@ from ..checkpoints import (
     stored_weights,
 )
 from ..checkpoints.comparing import errors_of
-from ..encodings import BF16, F16, F32, Encoding
+from ..encodings import PLAIN, Encoding
 from ..env import has_cuda
 from ..errors import CheckpointError, UnsupportedError
 from ..messages import GGUF
@@ -39,7 +39,6 @@ from .models import has_tokenizer
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = re.compile(r"\bexperts\b")
 _NO_TOKENIZER = "no tokenizer: run, eval and servers need the original model's"
-_PLAIN = {encoding.element.dtype: encoding for encoding in (BF16, F16, F32)}
 
 
 def inspect_directory(
@@ -122,8 +121,8 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
         runs = (
             "decoded to floats when it is loaded"
             if role == "experts" and entry.kind
-            else kernels_for(_PLAIN[entry.dtype])
-            if role == "experts" and entry.dtype in _PLAIN and len(entry.shape) > 1
+            else kernels_for(PLAIN[entry.dtype])
+            if role == "experts" and entry.dtype in PLAIN and len(entry.shape) > 1
             else "-"
         )
         of[dtype, role, "torch" if role == "all else" else runs].append((entry.name, entry.nbytes))

@@ -42,7 +42,7 @@ from .mxfp8 import MXFP8, MXFP8_COLUMNS
 from .nf4 import NF4
 from .nvfp4 import NVFP4
 from .orders import NIBBLES, CodeOrder
-from .plain import BF16, F16, F32
+from .plain import BF16, F16, F32, PLAIN
 from .real import real_tensors
 from .search import check_rule, has_values
 
@@ -70,6 +70,7 @@ __all__ = [
     "NF4",
     "NIBBLES",
     "NVFP4",
+    "PLAIN",
     "ROW",
     "CodeOrder",
     "Element",

@@ -8,15 +8,10 @@ import torch
 
 from .encoding import Element, Encoding, register
 
-
-def _plain(name: str, dtype: torch.dtype) -> Encoding:
-    return register(
+PLAIN = {
+    dtype: register(
         Encoding(name, Element(name, 8 * dtype.itemsize, dtype, torch.finfo(dtype).max))
     )
-
-
-BF16, F16, F32 = (
-    _plain("bf16", torch.bfloat16),
-    _plain("f16", torch.float16),
-    _plain("f32", torch.float32),
-)
+    for name, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16), ("f32", torch.float32))
+}
+BF16, F16, F32 = PLAIN.values()

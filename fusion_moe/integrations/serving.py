@@ -123,19 +123,17 @@ def weight_of(scheme: Scheme, tensors: Sequence[Tensor], where: str) -> Quantize
     """The weight of the parts that an engine loaded, as files have them. NonFiniteError for scales
     that no quantizer writes, CheckpointError for those that are the wrong way round.
     """
-    assert scheme.encoding is not None, scheme.name
     stored = zip(scheme.parts, tensors, strict=False)
     parts = [part.to_part(t, tuple(t.shape)) for part, t in stored]
     check_scales_of(scheme, parts, where)
-    return Quantized(*parts, encoding=scheme.encoding)
+    return scheme.quantized(parts)
 
 
 def dummy_scales(scheme: Scheme) -> dict[str, float]:
     """By the names of parts in files, the numbers for scales where an engine draws weights instead
     of loading them (--load-format dummy).
     """
-    assert scheme.encoding is not None, scheme.name
-    scales, results = scheme.encoding.scales, {}
+    scales, results = scheme.own_encoding.scales, {}
     for part, scale in zip(scheme.parts[1:], scales, strict=True):
         # floats of 8 bits are drawn as small as weights; of two scales, one is small
         small = not scheme.eight_bits and scale is scales[-1]

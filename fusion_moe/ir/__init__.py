@@ -21,11 +21,25 @@ from .flow import dependent, made_again, needed, part
 from .kinds.shape import elements
 from .sizes import AnySize, CeilDiv, Size, ceildiv, exact_div, symbol, value
 from .text import one_line, parse
-from .types import DTYPES, FLOATS, STORED, Dim, Groups, Rows, TensorType, dtype_name, plain
+from .types import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    NARROW,
+    STORED,
+    Dim,
+    Groups,
+    Rows,
+    TensorType,
+    dtype_name,
+    plain,
+)
 
 __all__ = [
     "DTYPES",
+    "DTYPE_NAMES",
     "FLOATS",
+    "NARROW",
     "STORED",
     "AnySize",
     "CeilDiv",

@@ -34,8 +34,9 @@ DTYPES: dict[str, torch.dtype] = {
     "u8": torch.uint8,
     "bool": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FLOATS = ("f64", "f32", "bf16", "f16")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NARROW = ("bf16", "f16")
+FLOATS = ("f64", "f32", *NARROW)
 STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # only stored: nothing is computed in these dtypes
 COMPUTED = tuple(name for name in DTYPES if name not in STORED)
 INTS = ("i64", "i32")
@@ -45,15 +46,15 @@ MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 def called_here(dtype: object) -> str:
     """Advice about torch.bfloat16 or "bfloat16" where a name is expected; "" for anything else."""
     of_torch = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    name = _NAMES.get(of_torch) if isinstance(of_torch, torch.dtype) else None
+    name = DTYPE_NAMES.get(of_torch) if isinstance(of_torch, torch.dtype) else None
     return f"{dtype} is {name!r} here" if name else ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bf16"; a dtype that the IR does not have raises DtypeError."""
-    if dtype not in _NAMES:
-        raise DtypeError(f"dtype {dtype}", expected=f"one of {', '.join(map(str, _NAMES))}")
-    return _NAMES[dtype]
+    if dtype not in DTYPE_NAMES:
+        raise DtypeError(f"dtype {dtype}", expected=f"one of {', '.join(map(str, DTYPE_NAMES))}")
+    return DTYPE_NAMES[dtype]
 
 
 def accumulated(dtype: str) -> str:

@@ -20,12 +20,11 @@ from ..bodies.autograd import derivative_of
 from ..definitions.nodes import call_of, called_op, is_view, users_name
 from ..definitions.traced import hint
 from ..frontends.regions import Region
-from ..ir import DTYPES, Fusion, dependent
+from ..ir import DTYPE_NAMES, Fusion, dependent
 from .data import TensorReport
 
 # an output of a fusion -> the segment that makes it, and the operation
 Origins = Mapping[Node, tuple[str, str]]
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass
@@ -74,7 +73,7 @@ def _placeholders(graph: Graph) -> list[Node]:
 def type_of(t: torch.Tensor) -> str:
     """ "bf16[12, 48]", with ? for sizes that only the device knows."""
     sizes = ("?" if (size := hint(s)) is None else str(size) for s in t.shape)
-    dtype = _NAMES.get(t.dtype, str(t.dtype).removeprefix("torch."))
+    dtype = DTYPE_NAMES.get(t.dtype, str(t.dtype).removeprefix("torch."))
     return f"{dtype}[{', '.join(sizes)}]"
 
 

@@ -15,7 +15,7 @@ from ...encodings import Encoding
 from ...encodings.mxfp8 import E4M3
 from ...encodings.power_of_two import PowerOfTwo
 from ...errors import UnsupportedError
-from ...ir import Dim, Fusion, Op, Value, plain, types as ir
+from ...ir import NARROW, Dim, Fusion, Op, Value, plain, types as ir
 from ...ir.kinds.eight_bits import TRAINED
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
@@ -42,8 +42,7 @@ COMPUTED = {
     "u8": "i64",
     "bool": "bool",
 }
-_NARROW = ("bf16", "f16")
-_FLOATS = ("f32", *_NARROW)
+_FLOATS = ("f32", *NARROW)
 _CALLS = {
     "neg": "-{0}",
     "abs": "std::fabs({0})",
@@ -468,7 +467,7 @@ def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
 
 def _rounded(expression: Expression, dtype: str, of: str = "") -> Expression:
     """A number as one of this dtype. of: the dtype of all that it was computed from."""
-    if dtype in _NARROW:
+    if dtype in NARROW:
         again = "_again" if dtype == of else ""
         return formula(f"rounded{again}<{dtype}>({{}})", expression)
     return (

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ...ir import STORED, Fusion, Op, TensorType, Value, elements, plain
+from ...ir import NARROW, STORED, Fusion, Op, TensorType, Value, elements, plain
 from ...ir.kinds.runs import in_runs
 from ...schedule.product import GroupedProduct, products
 from ...target import Target
@@ -33,7 +33,6 @@ from . import eight_bits
 NAME = "nvfuser"
 CONTRACTS_ROUNDING = False  # it stores the 16-bit results of its products
 
-HALVES = ("bf16", "f16")
 # the weight encodings that can be lowered, and their layouts
 PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")
 # by the format of the activations
@@ -202,7 +201,7 @@ def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
     if a.quantized:
         return _packed_product(op, fusion, a, w)
     dtype = w.dtype if not w.quantized else a.dtype
-    if a.dtype not in HALVES or dtype != a.dtype:
+    if a.dtype not in NARROW or dtype != a.dtype:
         return (
             f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product requires both in "
             "bf16 or both in f16"
@@ -226,7 +225,7 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
         return (
             "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
         )
-    return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)
+    return _from_outside(op, fusion) or _stored(op, fusion, *NARROW)
 
 
 def _from_outside(op: Op, fusion: Fusion) -> str | None:

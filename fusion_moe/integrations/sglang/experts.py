@@ -64,10 +64,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         """
         need_served(layer.moe_runner_config)
         self.activation = activation_of(layer.moe_runner_config, self.scheme)
-        assert self.scheme.encoding is not None, self.scheme.name
-        need_blocks(
-            self.scheme.encoding, hidden_size, intermediate_size_per_partition, layer.layer_name
-        )
+        encoding = self.scheme.own_encoding
+        need_blocks(encoding, hidden_size, intermediate_size_per_partition, layer.layer_name)
         super().create_weights(
             layer,
             num_experts,

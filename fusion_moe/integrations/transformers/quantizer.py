@@ -325,15 +325,8 @@ class FusionMoeQuantizer(HfQuantizer):
             prepare()
         return True
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Whether a Trainer accepts the model without PEFT around it."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: `generate` may compile the model."""
-        return True
+    is_qat_trainable = True  # a Trainer accepts the model without PEFT around it
+    is_compileable = True  # `generate` may compile the model
 
 
 def _hide(names: set[str], module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:

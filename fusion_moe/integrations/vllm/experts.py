@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from ...checkpoints import Scheme
-from ...encodings import Encoding, Quantized
+from ...encodings import Quantized
 from ...errors import UnsupportedError
 from ...nn import Experts, activation, swiglu
 from ..serving import (
@@ -73,12 +73,6 @@ class ExpertsMethod(FusedMoEMethodBase):
         ranks = self.moe.moe_parallel_config
         return bool(ranks.dp_size > 1 or ranks.is_sequence_parallel)
 
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding of the weights."""
-        assert self.scheme.encoding is not None, self.scheme.name
-        return self.scheme.encoding
-
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: it would configure kernels of vLLM that are not used."""
 
@@ -97,7 +91,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts
         are not consecutive, or as `need_kept`.
         """
-        need_blocks(self.encoding, hidden_size, intermediate_size_per_partition, layer.layer_name)
+        encoding = self.scheme.own_encoding
+        need_blocks(encoding, hidden_size, intermediate_size_per_partition, layer.layer_name)
         states.need_kept(layer, self.loaded)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(

@@ -15,14 +15,12 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from ...checkpoints import Scheme
 from ...checkpoints.schemes import StoredPart
-from ...encodings import BF16, F16, F32
+from ...encodings import PLAIN
 from .experts import ExpertsMethod
 
 _SCHEMES = {
-    encoding.element.dtype: Scheme(
-        encoding.name, encoding, (StoredPart("values", ".weight", (encoding.element.dtype,)),)
-    )
-    for encoding in (BF16, F16, F32)
+    dtype: Scheme(encoding.name, encoding, (StoredPart("values", ".weight", (dtype,)),))
+    for dtype, encoding in PLAIN.items()
 }
 
 

@@ -35,13 +35,12 @@ from ...layouts import as_bytes, ceil_to
 from ..collectives import all_gather, all_to_all
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, FLOATS, INTS, Groups, TensorType, plain, wide
+from ..types import DTYPES, FLOATS, INTS, NARROW, Groups, TensorType, plain, wide
 from .rules import Types, need, need_ends, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
 PIECE = 16  # bytes of a row that kernels copy at once
-_NARROW = ("bf16", "f16")
 MOST_SLOTS = 32  # of a token, for which the ranks' memory has room
 
 
@@ -243,7 +242,7 @@ def _combine_from_grad(fd: Any, op: Op, d: Value) -> Sequence[Value | None]:
     if dispatched is None:
         raise NotImplementedError("the derivative of combine_from without a dispatch before it")
     widened = fd.producer(d, "cast")
-    if widened is not None and widened.values[0].type.dtype in _NARROW:
+    if widened is not None and widened.values[0].type.dtype in NARROW:
         (d,) = widened.values
     of = need_ends(ends.type)
     groups = fd.fresh_groups(of.count, stride=of.stride)

@@ -28,7 +28,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...encodings import BF16, F16, F32, Encoding, Part, Quantized, has_values
+from ...encodings import F32, PLAIN, Encoding, Part, Quantized, has_values
 from ...encodings.checks import check_floats
 from ...encodings.folding import fold
 from ...layouts import LAYOUTS, Layout, Padding
@@ -38,7 +38,6 @@ from ..trained.activations import deinterleave, interleave
 from .base import by_kernels, round_
 
 INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes
-_NUMBERS = {encoding.element.dtype: encoding for encoding in (BF16, F16, F32)}
 _PANEL, _LARGE_PANEL = 2**24, 2**28  # elements converted at once, and rounded on a GPU
 
 
@@ -123,7 +122,7 @@ class Weight:
     @classmethod
     def of_numbers(cls, numbers: Tensor, view: View | None = None) -> Weight:
         """Floats [..., N, K], or in the order of a float module."""
-        return cls((numbers,), Form(_NUMBERS.get(numbers.dtype, F32), view=view))
+        return cls((numbers,), Form(PLAIN.get(numbers.dtype, F32), view=view))
 
     @property
     def linear(self) -> Quantized:

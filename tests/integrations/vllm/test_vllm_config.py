@@ -672,10 +672,10 @@ def filled(method: Any, **biases: torch.Tensor) -> tuple[torch.nn.Module, dict[s
     method.create_weights(owner, 4, 64, 32, torch.float32, weight_loader=None)
     parts = method.moe.w13_num_shards
     for name, shape in ("w13", (4, parts, 32, 64)), ("w2", (4, 1, 64, 32)):
-        made = quantize(torch.randn(shape), method.encoding)
+        made = quantize(torch.randn(shape), method.scheme.encoding)
         # gate and up have scales of their own
         joined = [t.flatten(1, 2) if t.dim() == 4 else t.squeeze(1) for t in made]
-        weights[name] = Quantized(*joined, encoding=method.encoding)
+        weights[name] = Quantized(*joined, encoding=method.scheme.encoding)
         keys = [key for key in method.loaded if key.startswith(f"{name}_")]
         for stored, key, t in zip(method.scheme.parts, keys, joined, strict=False):
             parameter = getattr(owner, key).data
