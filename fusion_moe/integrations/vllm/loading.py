@@ -93,7 +93,7 @@ def _is_rounded(method: Any, name: str, t: Tensor) -> bool:
     """Whether a tensor is a weight in floats for experts that are served in an encoding."""
     return (
         method.kept is not None
-        and not method.encoding.plain
+        and not method.scheme.own_encoding.plain
         and method.moe.activation.value != "swigluoai"
         and t.dtype in FLOATS
         and (name.endswith(".weight") or name in _FUSED)
@@ -117,7 +117,7 @@ def rounded(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple
 def _parts(layer: Any, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parts of each matrix, by the names that files have for them."""
     method = layer.quant_method
-    check_finite(t, method.encoding, f"{layer.layer_name}.{name}")
+    check_finite(t, method.scheme.own_encoding, f"{layer.layer_name}.{name}")
     projections, first = [name.removesuffix(".weight").rpartition(".")[2]], 0
     if name in _FUSED:
         gate, up, down = (getattr(layer, f"ckpt_{p}_proj_name") for p in ("gate", "up", "down"))
@@ -126,7 +126,7 @@ def _parts(layer: Any, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
         first, t = int(name.partition(".")[0]), t[None]
     for projection, matrices in zip(projections, t.chunk(len(projections), 1), strict=True):
         weight = quantize_weight(
-            matrices.contiguous(), method.encoding, scales=layer.quant_config.scales
+            matrices.contiguous(), method.scheme.own_encoding, scales=layer.quant_config.scales
         )
         for i in range(len(t)):
             one = f"{first + i}.{projection}"
