@@ -108,8 +108,12 @@ def base_of(args: argparse.Namespace) -> Any:
         fusion_moe.quantize_(model)
         return model
     # experts in floats, and in FP8, become NVFP4 while they are read; in fewer bits they stay so
+    where: dict[str, Any] = {"device_map": DEVICE}
+    if args.gpu_memory:  # experts that have no room there stay in the host's memory
+        device: Any = 0 if DEVICE == "cuda" else "pretended"
+        where = {"device_map": "auto", "max_memory": {device: args.gpu_memory}, "kv_tokens": 0}
     return from_pretrained(
-        args.model, dtype=torch.bfloat16, quantization_config=NVFP4Config(), device_map=DEVICE
+        args.model, dtype=torch.bfloat16, quantization_config=NVFP4Config(), **where
     )
 
 
@@ -361,6 +365,7 @@ def options() -> argparse.Namespace:
     add("--save-every", type=int, default=4, help="so many steps (default: %(default)s)")
     add("--learning-rate", type=float, help="the largest (default: 2e-3; with --config 5e-4)")
     add("--gradient-checkpointing", action="store_true", help="less memory, more time")
+    add("--gpu-memory", help="for weights, such as 12GiB; other experts stay in memory")
     add("--compile", action="store_true", help="torch.compile: less time of the host")
     add("--seed", type=int, default=0, help="of adapters and batches (default: %(default)s)")
     add("--kill-after", type=int, help="kill the process after so many steps")
