@@ -69,7 +69,7 @@ _LAZY = {
     "record_routing": "routing",
     "replay_routing": "routing",
     "offload_": "offload",
-    "verify": "offload",
+    "verify": "offload.verification",
 }
 
 _MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"

@@ -149,6 +149,7 @@ class Buffers:
             arriving.at.unpack(arriving.experts[i], j - i)
         with layer.unchanging():
             in_slots = self._from_slots(layer)
+        torch.autograd.graph.increment_version([*self._weights.values()])  # kernels wrote
         self._there |= {*arriving.experts, *in_slots.tolist()}
 
     def _from_slots(self, layer: OffloadedExperts) -> Tensor:

@@ -104,7 +104,8 @@ class HostStorage:
 
     def __init__(self, module: Experts):
         up, down = (module._operand(name, of_fold=False) for name in module.projections)
-        inputs = {"gate_up": up, "down": down, **module._arguments(_like_biases(module))}
+        how = module._arguments(_like_biases(module)) | module._format(of_fold=False)
+        inputs = {"gate_up": up, "down": down, **how}
         self.tensors = {name: plain(t) for name, t in each_tensor(inputs)}
         self._others = {name: v for name, v in inputs.items() if not _has_tensors(v)}
         self.experts = len(up[0])

@@ -102,6 +102,7 @@ def test_encodings(name):
             {"activation": swiglu(interleave=8, limit=7.0, alpha=1.702, up_offset=1.0)},
             {"scale_on": "input"},
             {"activation_format": "int8"},
+            {"activation_format": "fp8"},  # which weights in few bits do without
         ]
     ),
     ids=lambda more: next(iter(more)),
