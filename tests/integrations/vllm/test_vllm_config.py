@@ -221,7 +221,7 @@ def test_fp8_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made, owner = FusionMoeConfig.from_config(config), routed_experts()
     monkeypatch.setattr(type(made).__bases__[-1], "get_quant_method", lambda *arguments: "vLLM's")
     assert made.get_name() == "fusion_moe"
-    assert made.get_quant_method(owner, "layers.0.mlp.experts").encoding == FP8
+    assert made.get_quant_method(owner, "layers.0.mlp.experts").scheme.encoding == FP8
     assert made.get_quant_method(owner, "layers.1.mlp.experts") == "vLLM's"
     assert made.get_quant_method(torch.nn.Linear(2, 2), "layers.0.mlp.gate") == "vLLM's"
     other = FusionMoeConfig.from_config(config | {"weight_block_size": [1, 128]})
