@@ -400,8 +400,8 @@ FAMILIES: dict[str, tuple[str, Entries]] = {
     "unlimited_ocr": ("UnlimitedOcrForConditionalGeneration", _OCR),
     "zaya": ("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
-# those of the transformers that is installed
-FAMILIES = {family: row for family, row in FAMILIES.items() if row[0] in dir(transformers)}
+_NAMES = set(dir(transformers))  # of the one that is installed
+FAMILIES = {family: row for family, row in FAMILIES.items() if row[0] in _NAMES}
 
 
 def tiny(family: str) -> Any:

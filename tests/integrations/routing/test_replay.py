@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from families.tiny import FAMILIES, tiny
 from tiny_qwen3 import qwen3_moe
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from fusion_moe.errors import DtypeError, GroupsError, ShapeError, UnsupportedEr
 from fusion_moe.integrations.routing.layers import layers_of
 from fusion_moe.routing import Routing, record_routing, replay_routing
 from fusion_moe.transformers import fuse_routers_
+from tests.families.tiny import FAMILIES, tiny
 
 # Llama-4 has no experts interface; a diffusion model draws what it computes
 USUAL = "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "gemma4", "granitemoe"
