@@ -35,6 +35,10 @@ _KINDS = {
         split split_with_sizes squeeze squeeze_ storage storage_offset storage_type stride swapaxes
         swapdims t take tensor_split tile tolist transpose transpose_ unbind unflatten unfold
         unsqueeze unsqueeze_ untyped_storage view view_as xpu zeros_like .data .T .mT .H .mH""",
+    # of torch.distributed: bytes, from rank to rank
+    "send": """
+        all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast irecv isend recv
+        send""",
     # copies several tensors into one
     "join": "__setitem__ cat concat concatenate copy_ stack .data=",
     # may change the dtype

@@ -9,7 +9,7 @@ import io
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim.swa_utils import (
     AveragedModel,
     get_ema_avg_fn,
@@ -263,6 +263,21 @@ def test_views_and_copies_of_a_parameter():
     assert all(isinstance(t, Encoded) and t.dtype == p.dtype for t in copies)
     assert type(p.as_subclass(torch.Tensor)) is torch.Tensor
     assert p.data.data_ptr() == p.data_ptr()
+
+
+def test_ranks_send_each_other_bytes():
+    """As vLLM does, which moves experts between ranks. Sums of codes stay refused."""
+    part, other = experts().gate_up_proj, experts(seed=1).gate_up_proj
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        gathered = [torch.empty_like(plain(part))]
+        distributed.all_gather(gathered, part)
+        distributed.broadcast(other, 0)
+        with pytest.raises(UnsupportedError, match="all_reduce of codes"):
+            distributed.all_reduce(part)
+    finally:
+        distributed.destroy_process_group()
+    assert torch.equal(gathered[0], plain(part))
 
 
 def test_optimizers_leave_frozen_parts():

@@ -1,7 +1,7 @@
 // Blocks of numbers and their scales: which of several scales rounds a block with the least squared
-// error, and the codes of blocks. encodings/search.py says what is computed, in plain torch; this
-// has the same bits: every operation is one of float32, LANES blocks lie side by side, and squares
-// are summed in pairs.
+// error, and the codes of blocks. encodings/search.py says what is computed; this has the same
+// bits: every operation is one of float32, LANES blocks lie side by side, and squares are summed in
+// pairs.
 
 #include <cstdint>
 #include <cstring>
