@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +43,43 @@ class Compiled:
         mode = next(
             (x.fake_mode for x in self.inputs if isinstance(x, FakeTensor)), FakeTensorMode()
         )
-        with tracing(TracingContext(mode)), torch.set_grad_enabled(self.grad):
+        with tracing(TracingContext(mode)), _no_restart(mode), torch.set_grad_enabled(self.grad):
             compile(look, _copy(self.model), self.inputs)
 
 
-def keep(model: GraphModule, options: Options) -> Compiled | None:
-    """Keeps a graph as Dynamo made it, before compiling changes it. None for a graph from
-    elsewhere, whose inputs have no fakes.
+@contextmanager
+def _no_restart(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, no float that is an input has Dynamo begin again with a constant in its place: that
+    was done when the graph was compiled, and who traces it again is not Dynamo.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    env, constants = mode.shape_env, TensorifyState.force_specializations
+    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
+    numbers: Mapping[Any, Any] = getattr(env, name, {})
+    before = set(constants)
+    constants.update(str(symbol) for symbol in numbers)
+    try:
+        yield
+    finally:
+        constants.clear()
+        constants.update(before)
+
+
+def as_made(model: GraphModule, options: Options) -> Compiled | None:
+    """A graph as Dynamo made it, before compiling changes it. None for a graph from elsewhere,
+    whose inputs have no fakes.
     """
     inputs = tuple(n.meta.get("example_value") for n in model.graph.nodes if n.op == "placeholder")
     if any(x is None for x in inputs):
         return None
-    _compiled.append(Compiled(_copy(model), inputs, options, torch.is_grad_enabled()))
-    return _compiled[-1]
+    return Compiled(_copy(model), inputs, options, torch.is_grad_enabled())
+
+
+def keep(compiled: Compiled | None) -> None:
+    """Keeps a graph that was compiled. Dynamo may end compiling one and trace it another way."""
+    if compiled:
+        _compiled.append(compiled)
 
 
 def kept() -> Sequence[Compiled]:

@@ -56,3 +56,16 @@ def test_a_graph_of_other_origin_is_compiled_and_not_kept():
     x = torch.ones(3)
     backend(torch.fx.symbolic_trace(lambda x: (torch.relu(x),)), [x])
     assert compiled.kept() == ()
+
+
+@pytest.mark.parametrize("of", [lambda x, s: x.clamp(max=s), lambda x, s: x.relu() * s])
+def test_numbers_that_are_inputs(of, monkeypatch):
+    """Dynamo begins again with a constant where a graph cannot take a float; who traces the graph
+    again, after Dynamo has forgotten that, does not.
+    """
+    monkeypatch.setattr(compiled, "_compiled", type(compiled._compiled)())
+    function = torch.compile(of, backend="fusion_moe")
+    for number in 7.0, 5.0, 3.0:
+        function(torch.ones(2, 3), number)
+    torch._dynamo.reset()
+    assert fusion_moe.last_compiled().fusions is not None

@@ -24,7 +24,7 @@ from ... import backends, options as switches, target
 from ...errors import Error
 from ...ir.text import text
 from ...messages import count, waiting
-from ..compiled import keep
+from ..compiled import as_made, keep
 from ..float_experts import warn_of_float_experts
 from ..regions import Found, find_regions
 from .compile_graph import compile_calls, compile_with, devices
@@ -52,7 +52,7 @@ def backend(
         for device in devices(inputs):  # where it could not run, it is not compiled
             target.check_device(backends.find(switched.target, device), device, "torch.compile")
         warn_of_float_experts(model)
-        compiled, results = keep(model, switched), list[Found]()
+        compiled, results = as_made(model, switched), list[Found]()
         with waiting("compiling a graph") as tell:
 
             def note(result: Found) -> None:
@@ -63,6 +63,7 @@ def backend(
             output = compile_with(
                 FusionPass(switched, note, passes_set(rest)), model, inputs, mode, rest
             )
+        keep(compiled)
         # the pass was not called: the code came from a cache
         if not results and compiled and is_logged():
             compiled.again(
