@@ -17,7 +17,7 @@ import fusion_moe
 from fusion_moe.nn import Llama4MoE, NVFP4Experts, convert
 from tests.families.decoded import plain_model, relative
 from tests.families.models import E
-from tests.families.tiny import tiny
+from tests.families.tiny import logits, tiny
 
 FAMILIES = (
     "qwen3_moe",
@@ -46,7 +46,7 @@ def test_logits(family):
     model = copy.deepcopy(original)
     fusion_moe.quantize_(model)
     got, want, unquantized = (
-        m(input_ids=tokens()).logits for m in (model, plain_model(model, original), original)
+        logits(m, tokens()) for m in (model, plain_model(model, original), original)
     )
     assert any(type(m) is KINDS.get(family, NVFP4Experts) for m in model.modules())
     assert relative(got, want) <= 1e-5

@@ -427,3 +427,11 @@ def _config(kind: type[PreTrainedConfig], changes: Entries) -> PreTrainedConfig:
     entries |= {key: value for key, value in changes.items() if key not in parts}
     made = {key: _config(part, changes.get(key, {})) for key, part in parts.items()}
     return kind(**{key: value for key, value in entries.items() if value is not None}, **made)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Those of a model for tokens; of Llama-4 those of its text model, since in transformers 5.24
+    the class around it fails in its forward, for want of image_outputs.
+    """
+    inner = model.language_model if type(model).__name__.startswith("Llama4ForCond") else model
+    return inner(input_ids=ids).logits

@@ -21,7 +21,7 @@ from fusion_moe.errors import DtypeError, GroupsError, ShapeError, UnsupportedEr
 from fusion_moe.integrations.routing.layers import layers_of
 from fusion_moe.routing import Routing, record_routing, replay_routing
 from fusion_moe.transformers import fuse_routers_
-from tests.families.tiny import FAMILIES, tiny
+from tests.families.tiny import FAMILIES, logits, tiny
 
 # Llama-4 has no experts interface; a diffusion model draws what it computes
 USUAL = "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "gemma4", "granitemoe"
@@ -338,10 +338,10 @@ def test_llama4_once_it_is_quantized() -> None:
         pass
     fusion_moe.quantize_(model)
     with record_routing(model) as routing:
-        want = model(input_ids=tokens(1, 5)).logits
+        want = logits(model, tokens(1, 5))
     for by, equal in (0, True), (1, False):
         with replay_routing(model, shifted(routing, by)):
-            assert torch.equal(model(input_ids=tokens(1, 5)).logits, want) == equal
+            assert torch.equal(logits(model, tokens(1, 5)), want) == equal
 
 
 def test_vllms_form() -> None:
