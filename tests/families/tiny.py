@@ -429,9 +429,15 @@ def _config(kind: type[PreTrainedConfig], changes: Entries) -> PreTrainedConfig:
     return kind(**{key: value for key, value in entries.items() if value is not None}, **made)
 
 
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Those of a model for tokens; of Llama-4 those of its text model, since in transformers 5.24
-    the class around it fails in its forward, for want of image_outputs.
+def of_text(model: Any) -> Any:
+    """The part of a model that computes logits of text. Of Llama-4 the text model, since in
+    transformers 5.24 the class around it fails in its forward, for want of image_outputs.
     """
-    inner = model.language_model if type(model).__name__.startswith("Llama4ForCond") else model
-    return inner(input_ids=ids).logits
+    if type(model).__name__.startswith("Llama4ForCond"):
+        return model.language_model
+    return getattr(model, "thinker", model)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Those of a model for tokens."""
+    return of_text(model)(input_ids=ids).logits

@@ -23,9 +23,11 @@ from fusion_moe.routing import Routing, record_routing, replay_routing
 from fusion_moe.transformers import fuse_routers_
 from tests.families.tiny import FAMILIES, logits, tiny
 
-# Llama-4 has no experts interface; a diffusion model draws what it computes
+# Llama-4 has no experts interface; a diffusion model draws what it computes; the layers of a looped
+# one run several times
+LOOPED = "inkling2_loop"
 USUAL = "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "gemma4", "granitemoe"
-ALL = [f for f in FAMILIES if f not in ("llama4", "diffusion_gemma", *USUAL)]
+ALL = [f for f in FAMILIES if f not in ("llama4", "diffusion_gemma", LOOPED, *USUAL)]
 # what chooses without topk among its experts: by a rule of its own, with one more that is skipped
 OTHERS = "phimoe", "zaya"
 K, LAYERS = 2, 2
@@ -67,6 +69,8 @@ def test_every_family(family: str) -> None:
     """What was recorded gives the same bits; other experts are computed, with weights from the
     router's own logits and a gradient to it, or with those recorded, and none.
     """
+    if family == "inkling":
+        pytest.importorskip("scipy", reason="transformers needs it in this family's forward")
     model = tiny(family)
     model = getattr(model, "thinker", model)
 
@@ -342,6 +346,14 @@ def test_llama4_once_it_is_quantized() -> None:
     for by, equal in (0, True), (1, False):
         with replay_routing(model, shifted(routing, by)):
             assert torch.equal(logits(model, tokens(1, 5)), want) == equal
+
+
+def test_layers_that_run_several_times() -> None:
+    model = tiny(LOOPED)
+    with record_routing(model) as routing:
+        model(input_ids=tokens(2, 9))
+    with pytest.raises(ShapeError, match="expected as many tokens in all layers"):
+        len(routing)
 
 
 def test_vllms_form() -> None:
