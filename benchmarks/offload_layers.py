@@ -255,7 +255,7 @@ class Direct:
         self._stored = self.storage.tensors | getattr(
             made, "_there", {}
         )  # few bytes are on the GPU
-        self._layout = getattr(made, "layout", "linear")
+        self._layout = getattr(made, "layout", "") or "linear"
 
     def plain(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """The operation."""

@@ -64,6 +64,9 @@ class Layer:
                 for matrix, e, one in t.matrices(read(t.name)):
                     yield t.name, reads(matrix, e).to(one.dtype), one
 
+    def _stored(self, name: str) -> StoredWeight | Entry:
+        return self.source.weights.get(name) or self.source.plain[name]
+
     def _is_there(self, t: InFloats) -> bool:
         """Whether a tensor is in floats already."""
         entry = self.source.directory.tensors.get(t.name)
@@ -96,7 +99,14 @@ class Layer:
         return lambda e: self.source.directory.read(self.source.plain[name].name)
 
     def _bias(self, name: str) -> Callable[[int], Tensor]:
-        whole = self.source.directory.read(self._bias_of(name).name)
+        entry, weight = self._bias_of(name), self._stored(name)
+        if entry.shape != weight.shape[:-1]:
+            raise CheckpointError(
+                f"{entry.name} is {list(entry.shape)}",
+                expected=f"{list(weight.shape[:-1])}, as {name} has rows",
+                where=self.stored.name,
+            )
+        whole = self.source.directory.read(entry.name)
         return lambda e: whole[e] if self.stored.fused else whole
 
     def _bias_of(self, name: str) -> Entry:
@@ -139,7 +149,7 @@ class Layer:
         for matrix in matrices_of(t.projection):
             for e in t.experts:
                 name, _, count = self._place(matrix, e)
-                weight = self.source.weights.get(name) or self.source.plain[name]
+                weight = self._stored(name)
                 n, k = sizes if matrix == "down_proj" else (count * sizes[1], sizes[0])
                 lead = (self.experts.experts,) if self.stored.fused else ()
                 if weight.shape != (*lead, n, k):

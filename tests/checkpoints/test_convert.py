@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bad_calls import message, messages
-from files import MADE, Tensors, change, change_json, copied, decoded, raw
+from files import MADE, Tensors, at, change, change_json, copied, decoded, raw
 
 from fusion_moe.checkpoints import (
     Directory,
@@ -25,7 +25,7 @@ from fusion_moe.checkpoints import (
     quantize,
     stored_weights,
 )
-from fusion_moe.errors import UnsupportedError
+from fusion_moe.errors import CheckpointError, UnsupportedError
 
 Raw = dict[str, np.ndarray]
 MODELOPT = sorted(path.name for path in MADE.glob("modelopt-*"))
@@ -357,3 +357,13 @@ def test_what_is_refused_leaves_nothing(
     before = set(tmp_path.iterdir())
     golden(message(lambda: convert(path, tmp_path / "dst")))
     assert set(tmp_path.iterdir()) == before
+
+
+def test_biases_without_rows(tmp_path: Path) -> None:
+    """They are read when floats are written: an error of ours, and nothing is left."""
+    source = copied("ct-gpt_oss", tmp_path)
+    names = [n for n in Directory.open(source).tensors if n.endswith("bias") and "experts" in n]
+    change(source, at(names[0], lambda t: t[:0]))
+    with pytest.raises(CheckpointError, match=rf"{names[0]} is \[0.*expected .* rows"):
+        convert(source, tmp_path / "written", to="dense")
+    assert not (tmp_path / "written").exists()
