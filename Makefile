@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
-	@echo 'make test    each behaviour, in two lanes: under 20 minutes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
+	@echo 'make test    each behaviour, in two lanes: 15 minutes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-all   the same with all cells of all grids, more drawn examples and fuzzing: about 45 minutes'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
