@@ -40,24 +40,8 @@ def quantize(
     for scale in reversed(encoding.factors):
         parts[scale.part] = _scale(x, scale, step, matrix_scale, encoding, scales)
         step = step * _factor(parts[scale.part], scale, lead, n, k, encoding)
-    blocks, elements = x.reshape(*lead, n, *_blocks(encoding, k)), None
-    if over := encoding.scales[0].over:
-        codes = blocks * over(_largest(x, encoding.scales[0], encoding)).unsqueeze(-1)
-    else:
-        # the value of a code of 1; avoids 0 / 0
-        unit = torch.where(_amax(blocks, encoding.element) == 0, 1.0, step)
-        elements = _by_kernels(blocks, unit, encoding)
-        codes = blocks / unit.unsqueeze(-1) if elements is None else elements
-    for zero in encoding.zero_points:
-        parts[zero.part] = _zero_points(codes, zero, encoding.element)
-        codes = codes + parts[zero.part].float().unsqueeze(-1)
-    ordered = (parts[s.part] for s in encoding.scales)
-    if elements is None:
-        elements = _coded(codes.reshape(*lead, n, k), encoding.element)
-    else:
-        elements = elements.unflatten(0, blocks.shape[:-1]).flatten(-2)
-    elements = elements[..., :packed].contiguous()
-    return Quantized(elements, *ordered, encoding=encoding)
+    elements = _elements(x, step, parts, encoding)[..., :packed].contiguous()
+    return Quantized(elements, *(parts[s.part] for s in encoding.scales), encoding=encoding)
 
 
 def quantize_weight(
@@ -160,9 +144,9 @@ def _scale(
 def _largest(x: Tensor, scale: Scale, encoding: Encoding) -> Tensor:
     """The sizes of a scale's blocks of x [..., N, K] -> f32 [..., N, blocks]."""
     blocks = x.unflatten(-1, _of_size(scale.block, x.shape[-1]))
-    if encoding.zero_points:
-        return _of_rows(_size(blocks, (-1,), encoding), scale.rows)
-    return _of_rows(_amax(blocks, encoding.element), scale.rows)
+    zeros = encoding.zero_points
+    sizes = _size(blocks, (-1,), encoding) if zeros else _amax(blocks, encoding.element)
+    return _of_rows(sizes, scale.rows)
 
 
 def _amax(blocks: Tensor, element: Element) -> Tensor:
@@ -247,6 +231,27 @@ def _per_row(scale: Tensor, lead: list[int], n: int) -> Tensor:
 # Elements -----------------------------------------------------------------------------------------
 
 
+def _elements(
+    x: Tensor, step: Tensor | float, parts: dict[str, Tensor], encoding: Encoding
+) -> Tensor:
+    """The packed codes of x [..., N, K], whose scales multiply to `step`; adds zero points to the
+    parts.
+    """
+    blocks = x.reshape(*x.shape[:-1], *_blocks(encoding, x.shape[-1]))
+    if over := encoding.scales[0].over:
+        codes = blocks * over(_largest(x, encoding.scales[0], encoding)).unsqueeze(-1)
+    else:
+        # the value of a code of 1; avoids 0 / 0
+        unit = torch.where(_amax(blocks, encoding.element) == 0, 1.0, step)
+        if (packed := _by_kernels(blocks, unit, encoding)) is not None:
+            return packed
+        codes = blocks / unit.unsqueeze(-1)
+    for zero in encoding.zero_points:
+        parts[zero.part] = _zero_points(codes, zero, encoding.element)
+        codes = codes + parts[zero.part].float().unsqueeze(-1)
+    return _coded(codes.reshape(x.shape), encoding.element)
+
+
 def _coded(x: Tensor, element: Element) -> Tensor:
     """x f32 [..., K] -> the codes of an element, packed along K: the first in the lowest bits."""
     if element.encode is None:
@@ -259,13 +264,15 @@ def _coded(x: Tensor, element: Element) -> Tensor:
 
 
 def _by_kernels(blocks: Tensor, unit: Tensor, encoding: Encoding) -> Tensor | None:
-    """The packed codes of blocks [..., block] / unit f32 [...] by kernels of the device; None if
-    it has none for them.
+    """The packed codes of blocks [..., blocks, block] / unit f32 [..., blocks] by kernels of the
+    device, [..., K / 2]; None if it has none for them.
     """
     flat, units = blocks.reshape(-1, blocks.shape[-1]), unit.expand(blocks.shape[:-1]).flatten()
     kernels = None if encoding.zero_points else block_kernels(flat, encoding.element)
     fits = kernels and bool((units.isfinite() & (units > 0)).all())
-    return kernels.encode(flat, units) if kernels and fits else None
+    if not (kernels and fits):
+        return None
+    return kernels.encode(flat, units).unflatten(0, blocks.shape[:-1]).flatten(-2)
 
 
 def _values(codes: Tensor, element: Element) -> Tensor:

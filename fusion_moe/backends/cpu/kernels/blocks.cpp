@@ -64,25 +64,31 @@ Lanes some(const float* of_blocks, i64 first, i64 n) {
     return y;
 }
 
+inline Lanes magnitude(Lanes x) { return Lanes(Ints(x) & 0x7fffffff); }
+
+// Of values that belong to the numbers, those of the ones that x stands for.
+template <int COUNT, class Values, class T>
+[[gnu::always_inline]] inline Values rounded(const Numbers& of, const T* values, Lanes x) {
+    const Lanes size = COUNT == 8 ? magnitude(x) : x;
+    Values y = Values{} + values[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Values{} + values[i] : y;
+    return y;
+}
+
 template <int COUNT>
 [[gnu::always_inline]] inline Lanes nearest(const Numbers& of, Lanes x) {
-    const Lanes size = COUNT == 8 ? Lanes(Ints(x) & 0x7fffffff) : x;
-    Lanes y = Lanes{} + of.numbers[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Lanes{} + of.numbers[i] : y;
+    const Lanes y = rounded<COUNT, Lanes>(of, of.numbers, x);
     return COUNT == 8 ? Lanes(Ints(y) | (Ints(x) & int32_t(0x80000000))) : y;
 }
 
 template <int COUNT>
 [[gnu::always_inline]] inline Ints code(const Numbers& of, Lanes x) {
-    const Lanes size = COUNT == 8 ? Lanes(Ints(x) & 0x7fffffff) : x;
-    Ints y = Ints{} + of.codes[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Ints{} + of.codes[i] : y;
+    const Ints y = rounded<COUNT, Ints>(of, of.codes, x);
     return COUNT == 8 ? y + (x < 0.0f ? Ints{} + 8 : Ints{}) : y;
 }
 
-// The squared error of `count` elements, a power of two.
+// The squared error of BLOCK elements, a power of two.
 template <int COUNT, int BLOCK>
 [[gnu::always_inline]] inline Lanes error(const Numbers& of, const Lanes* x, Lanes step) {
     if constexpr (BLOCK == 1) {
@@ -136,7 +142,7 @@ void amax(const Blocks& blocks, float* largest, i64 first) {
     blocks.load(first, x);
     Lanes y{};
     for (int k = 0; k < blocks.block; k++) {
-        const Lanes size = Lanes(Ints(x[k]) & 0x7fffffff);
+        const Lanes size = magnitude(x[k]);
         y = (size > y) | (size != size) ? size : y;  // NaN stays
     }
     for (int l = 0; l < LANES && first + l < blocks.n; l++) largest[first + l] = y[l];
