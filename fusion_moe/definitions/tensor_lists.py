@@ -75,7 +75,9 @@ def _is_transposed(t: Tensor) -> bool:
     """Whether t is a contiguous tensor [n, k] or [e, n, k] with the last dimensions swapped. torch
     makes no view of memory that is not there.
     """
-    *lead, rows, columns = t.stride() if t.dim() in (2, 3) else (0, 0)
+    if t.dim() not in (2, 3):
+        return False
+    *lead, rows, columns = t.stride()
     return (rows, columns) == (1, t.shape[-2]) and lead in ([], [t.shape[-1] * columns])
 
 
