@@ -7,6 +7,7 @@ The classes also derive from the builtin that a caller would expect (`ValueError
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 
@@ -129,6 +130,11 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def in_one_line(words: object) -> str:
+    """What another library says, which may quote a whole file, as a part of a message."""
+    return textwrap.shorten(str(words), 1000, placeholder=" ...")
 
 
 def need(value: object, of: type, *, expected: str, todo: str = "", where: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError, in_one_line
 from ..messages import CONFIG, GGUF, check_checkpoint, exists, is_gguf, warn_once
 from .configurations import QUANTIZATION, TEXT_MODEL
 from .gguf import read_gguf
@@ -104,7 +104,7 @@ class Directory:
             return getattr(opened, how)(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{name}: {error}",
+                f"{name}: {in_one_line(error)}",
                 expected="the file as it was when its header was read",
                 where=str(file),
             ) from None

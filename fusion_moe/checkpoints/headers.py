@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, UnsupportedError, printable
+from ..errors import CheckpointError, UnsupportedError, in_one_line, printable
 
 DTYPES = {
     "F64": torch.float64,
@@ -106,7 +106,7 @@ def read_header(file: Path) -> list[Entry]:
             json_of(bytes_of.read(int.from_bytes(bytes_of.read(8), "little")))
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"{error}",
+            in_one_line(error),
             expected="a whole file of safetensors",
             todo="download it again",
             where=str(file),
@@ -139,7 +139,7 @@ def read_json(file: Path, expected: str = "a file of JSON") -> dict[str, Any]:
         value = json_of(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"not JSON: {error}", expected="an object of JSON", where=str(file)
+            f"not JSON: {in_one_line(error)}", expected="an object of JSON", where=str(file)
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(

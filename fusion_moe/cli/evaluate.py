@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import OptionError
+from ..errors import OptionError, in_one_line
 from ..messages import check_checkpoint
 from .models import a_model, check_tokenizer, device_of, quietly, tokenizer_of
 from .output import Result, table
@@ -118,7 +118,7 @@ def _texts(file: Path) -> list[str]:
         return [str(json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {in_one_line(error)}",
             expected="a text in UTF-8, or .jsonl with objects that have text",
             where=where,
         ) from None

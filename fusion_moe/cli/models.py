@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import CheckpointError, Error, UnsupportedError, need_one_of
+from ..errors import CheckpointError, Error, UnsupportedError, in_one_line, need_one_of
 from ..messages import GGUF, amount, exists, install
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hub
@@ -41,7 +41,7 @@ def local(model: Path) -> Path:
         return Path(snapshot_download(**which))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"no such directory, and not from the Hub: {' '.join(str(error).split())[:200]}",
+            f"no such directory, and not from the Hub: {in_one_line(error)}",
             expected="a directory, or the name of a model on the Hub",
             todo="huggingface.co has the names; hf auth login for a model that needs it",
             where=str(model),
@@ -73,7 +73,7 @@ def a_model(path: Path, what: str = "a model of transformers") -> Iterator[None]
     except Error:
         raise
     except Exception as error:  # of a wrong configuration transformers and torch raise any kind
-        actual = " ".join(str(error).split())
+        actual = in_one_line(error)
         if not isinstance(error, (ValueError, OSError, ImportError)):
             actual = f"{type(error).__name__}: {actual}"
         todo = install("models") if "accelerate" in actual else ""

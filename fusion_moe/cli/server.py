@@ -28,7 +28,7 @@ from transformers.cli.serving import server, utils
 
 import fusion_moe.transformers  # noqa: F401  (whose quantizers load the model)
 
-from ..errors import Error
+from ..errors import Error, in_one_line
 from ..integrations.transformers.decoding import check_ids
 from .output import say
 from .start import PROBLEMS, end
@@ -253,7 +253,7 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
         app = build(*args, **kwargs)
 
         async def refuse(request: Any, error: Exception) -> JSONResponse:
-            return _refusal(400, " ".join(str(error).split()))
+            return _refusal(400, in_one_line(error))
 
         async def say_detail(request: Any, error: HTTPException) -> JSONResponse:
             return _refusal(error.status_code, str(error.detail))

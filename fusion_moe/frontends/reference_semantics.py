@@ -26,7 +26,7 @@ from ..definitions.operations import fp4_as_bytes
 from ..definitions.traced import hint
 from ..definitions.translate import Translator
 from ..definitions.walk import Walk
-from ..errors import Error, TranslatorError
+from ..errors import Error, TranslatorError, in_one_line
 from ..ir import Fusion
 from ..messages import warn_once
 from ..plugins import message
@@ -112,10 +112,9 @@ def same(
         try:
             torch.testing.assert_close(a, fp4_as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
-            differs = " ".join(str(error).split())
             raise TranslatorError(
                 f"the translator of {translator.op}, {what}, differs from the operation in output "
-                f"{i}: {differs}",
+                f"{i}: {in_one_line(error)}",
                 expected="the operation's values",
                 todo="fix the translator",
                 where=translator.where,

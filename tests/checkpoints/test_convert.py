@@ -359,6 +359,25 @@ def test_what_is_refused_leaves_nothing(
     assert set(tmp_path.iterdir()) == before
 
 
+ENTRIES = {
+    "a number of another kind": {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+    "a list": {"rope_parameters": {"rope_type": ["default"]}},
+    "past its range": {"pad_token_id": 10**6},
+    "past all memory": {"hidden_size": 2**62},
+    "no dtype": {"dtype": 3},
+    "a long list": {"pad_token_id": [0] * 10_000},
+}
+
+
+@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+def test_configurations_of_which_there_is_no_model(entries: dict[str, Any], tmp_path: Path) -> None:
+    source = copied("modelopt-qwen3_moe", tmp_path)
+    change_json(source / "config.json", lambda config: config.update(entries))
+    with pytest.raises(UnsupportedError, match="expected a configuration") as error:
+        convert(source, tmp_path / "written", to="dense")
+    assert len(str(error.value)) < 2000
+
+
 def test_biases_without_rows(tmp_path: Path) -> None:
     """They are read when floats are written: an error of ours, and nothing is left."""
     source = copied("ct-gpt_oss", tmp_path)

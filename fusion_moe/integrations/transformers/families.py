@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 from ...checkpoints import TEXT_MODEL, Directory
 from ...checkpoints.families import Experts, Family, InFloats
 from ...checkpoints.fused import FusedOrder
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError, in_one_line
 from ...nn import ExpertsContract
 from .config import set_quantization
 from .loading import configuration, is_known, on_meta
@@ -57,9 +57,12 @@ def family_of(directory: Directory) -> Family | None:
             if isinstance(vars(config).get(part), dict):
                 delattr(config, part)
         model = on_meta(config, where)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        why = " ".join(str(error).split())
-        raise UnsupportedError(why, expected="a model of transformers", where=where) from None
+    except CheckpointError as error:
+        raise UnsupportedError(error.found, expected=error.expected, where=error.where) from None
+    except (OSError, ImportError) as error:
+        raise UnsupportedError(
+            in_one_line(error), expected="a model of transformers", where=where
+        ) from None
     in_model = live_names(model, directory.tensors)
     model._weight_conversions = [  # of prefixes those that the directory's names have
         c

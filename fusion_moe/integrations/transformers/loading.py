@@ -34,7 +34,7 @@ from ...checkpoints.directory import (
     quantization_of,
 )
 from ...checkpoints.gguf_models import FAMILIES
-from ...errors import CheckpointError, Error, OptionError, UnsupportedError
+from ...errors import CheckpointError, Error, OptionError, UnsupportedError, in_one_line
 from ...messages import CONFIG, GGUF, some
 from ...options import during
 from .adapters import read_adapters_
@@ -220,11 +220,11 @@ def _readable(where: str) -> Iterator[None]:
     """CheckpointError in place of what transformers raises for entries of a configuration."""
     try:
         yield
-    except (Error, OSError):
+    except (Error, OSError, ImportError):
         raise
-    except Exception as error:
+    except Exception as error:  # of a wrong one transformers and torch raise any kind
         raise CheckpointError(
-            f"{type(error).__name__}: {' '.join(str(error).split())}",
+            f"{type(error).__name__}: {in_one_line(error)}",
             expected="a configuration of which transformers makes a model",
             where=where,
         ) from error
@@ -342,7 +342,7 @@ def on_meta(config: Any, where: str = "") -> Any:
     """
     kind = _class_named(config, where, {})
     of_model = issubclass(kind, PreTrainedModel)
-    with torch.device("meta"):
+    with _readable(f"{where}: {CONFIG}"), torch.device("meta"):
         return kind._from_config(config) if of_model else kind.from_config(config)
 
 

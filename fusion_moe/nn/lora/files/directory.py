@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ....checkpoints.unfinished import sync
 from ....checkpoints.writing import appearing, write_json
 from ....encodings import is_dtensor
-from ....errors import CheckpointError, NonFiniteError, UnsupportedError
+from ....errors import CheckpointError, NonFiniteError, UnsupportedError, in_one_line
 from ....messages import destination
 from ...frozen import AdaptableModule
 from ...local import gathered
@@ -206,7 +206,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            str(error), expected="a file of safetensors", where=str(file)
+            in_one_line(error), expected="a file of safetensors", where=str(file)
         ) from None
     for key, t in tensors.items():
         if bad := int((~t.float().isfinite()).sum()):
