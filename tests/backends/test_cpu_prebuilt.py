@@ -82,6 +82,16 @@ def test_a_layer_and_what_explain_says_of_it(product):
     assert f"the product that came with the package for {TIER}" in " ".join(report.split())
 
 
+def test_later_calls_look_for_no_library(product, monkeypatch):
+    """Which would read and hash all of its sources, for longer than a layer computes."""
+    module, args = layer(2)
+    with torch.no_grad():
+        want = module(*args)
+        monkeypatch.setattr(build, "_headers", lambda *_: pytest.fail("looked for a library"))
+        assert module(*args).equal(want)
+        assert module(*[t[:7] for t in args]).isfinite().all()  # other sizes, the same program
+
+
 def test_a_report_that_calls_nothing_is_the_same_without_a_compiler(monkeypatch):
     module, args = layer(1)
     with options.override(bisect_limit=1000):  # a program of its own

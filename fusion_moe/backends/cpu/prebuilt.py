@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
-from ...ir import Fusion
+from ...ir import Fusion, Op
 from ...ir.kinds.quantized import linear
 from ...layouts import check_ends
 from ...runtime import build, isa
@@ -56,10 +56,13 @@ def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
             f"kernels of {encoding.name} for {isa_level}"
         )
 
-    def evaluate(*inputs: Any, sizes: Any) -> Any:
+    @cache  # finding it reads all sources
+    def using() -> dict[Op, Callable[..., Any]]:
         entry = product_of(isa_level, encoding.name).standalone
-        using = {op: partial(_grouped_mm, entry, encoding)}
-        return fusion.evaluate(*inputs, sizes=sizes, using=using)
+        return {op: partial(_grouped_mm, entry, encoding)}
+
+    def evaluate(*inputs: Any, sizes: Any) -> Any:
+        return fusion.evaluate(*inputs, sizes=sizes, using=using())
 
     why = f"the product that came with the package for {isa_level}: {build.why_no_compiler()}"
     return evaluate, why
