@@ -136,7 +136,7 @@ def _widened(fd: FusionDefinition, v: Any) -> Value | None:
     )
 
 
-_PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")
+PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")
 _RULES = {
     "div": _div,
     "cast": _cast,
@@ -146,5 +146,5 @@ _RULES = {
     "quantize": _quantize,
     # the weight itself: its master matters to derivatives only
     "straight_through": lambda fd, op, inputs: inputs[:1],
-    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(PRODUCTS, _product),
 }

@@ -137,6 +137,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         folded=seen.folded,
         unfused_flops=outside.flops(calls_outside),
         unfused_bytes=outside.moved(calls_outside),
+        chosen_by_sizes=outside.by_sizes(calls_outside),
         version=__version__,
         # those that change what is compiled
         options={k: str(v) for k, v in switches.compared().items() if k != "target"},

@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/10": the fields of the classes below under their names, with lists
+JSON, schema "fusion_moe.explain/11": the fields of the classes below under their names, with lists
 for tuples, and `schema` itself. Sizes are in bytes,
 flops in operations, times in seconds, all for one call with the sizes of the example; null if a
 size is known only to the device. `times` says how often the model has a fusion, or a call that was
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/10"
+SCHEMA = "fusion_moe.explain/11"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
@@ -243,7 +243,8 @@ class ReportData:
     in fusions.
 
     unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a
-    size is known only on the device.
+    size is known only on the device. chosen_by_sizes: those of them for which torch chooses among
+    kernels by sizes, so that a row's bits may depend on its batch.
 
     executed: whether programs for the target can run on the device of the call's tensors;
     custom_ops: operations in the graphs that are neither torch's nor translated; machine: where
@@ -270,6 +271,7 @@ class ReportData:
     folded: str = ""
     unfused_flops: int | None = None
     unfused_bytes: int | None = None
+    chosen_by_sizes: tuple[str, ...] = ()
     version: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     listings: tuple[Listing, ...] = ()

@@ -9,6 +9,7 @@ nothing, and of a table only the gathered rows are read.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,19 @@ def moved(calls: Iterable[Node]) -> int | None:
     return _total(calls, _bytes)
 
 
+def by_sizes(calls: Iterable[Node]) -> tuple[str, ...]:
+    """The operations that torch has several kernels for and chooses among by sizes: products and
+    attention (not all of which has a flop formula); with how often each is called.
+    """
+    names = Counter(
+        name
+        for n in calls
+        if (name := str(n.target)).startswith("aten.")
+        and (_formula(n) is not None or "attention" in name)
+    )
+    return tuple(name if times == 1 else f"{name} x {times}" for name, times in names.items())
+
+
 def _total(calls: Iterable[Node], cost: Callable[[Node], int]) -> int | None:
     counted = [n for n in calls if n.target is not operator.getitem and tensors(n.meta.get("val"))]
     if not all(_is_known(m) for n in counted for m in (n, *n.all_input_nodes)):
@@ -41,7 +55,7 @@ def _total(calls: Iterable[Node], cost: Callable[[Node], int]) -> int | None:
 
 
 def _flops(n: Node) -> int:
-    formula = flop_registry.get(getattr(n.target, "overloadpacket", n.target))
+    formula = _formula(n)
     if formula is not None:
         args, kwargs = tree_map(_example, (n.args, n.kwargs))
         return int(hint(formula(*args, **kwargs, out_val=n.meta["val"])))
@@ -49,6 +63,10 @@ def _flops(n: Node) -> int:
     if torch.Tag.pointwise in tags:
         return _elements(n)
     return sum(map(_elements, n.all_input_nodes)) if torch.Tag.reduction in tags else 0
+
+
+def _formula(n: Node) -> Callable[..., int] | None:
+    return flop_registry.get(getattr(n.target, "overloadpacket", n.target))
 
 
 def _bytes(n: Node) -> int:

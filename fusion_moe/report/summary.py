@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from ..frontends.float_experts import advice
 from ..messages import amount, count, duration, ratio, some
+from ..passes.canonicalize import PRODUCTS
 from ..schedule.plan import REFERENCE
 from .data import FusionReport, ReportData, SegmentReport, total
 
@@ -56,6 +57,7 @@ def summary(report: ReportData, width: int, next: Iterable[tuple[str, str]] = NE
         _kernels(report, width),
         _reasons("backends", backends, width),
         _reasons("not fused", not_fused, width),
+        _reasons("bits of a row that may depend on its batch", _by_batch(report), width),
         ["look next", *looks] if report.calls or report.not_fused else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -123,6 +125,14 @@ def after(s: SegmentReport) -> str:
 def is_plain(s: SegmentReport) -> bool:
     """Whether plain torch computes a segment."""
     return s.backend == REFERENCE
+
+
+def _by_batch(report: ReportData) -> Iterator[tuple[str, str]]:
+    """(why, segment or call) for what adds up in an order that depends on the number of rows."""
+    if report.options.get("order") != "row":
+        why = "the order of a product's sums is chosen by the number of rows; order='row' fixes it"
+        yield from ((why, s.id) for s in report.segments if {*s.ops} & {*PRODUCTS})
+    yield from (("torch chooses the kernel by sizes", op) for op in report.chosen_by_sizes)
 
 
 def _kernels(report: ReportData, width: int) -> list[str]:

@@ -101,7 +101,7 @@ def test_the_summary_names_the_gpu_that_is_not_here():
     assert f"unexecuted: for an A100, which is not here{never} 8.0" in said("a100")
     assert f"for compute capability 8.9; an L40S stands for it{never} 8.9" in said("8.9")
     assert f"for a B200, which is not here{never} 10.0" in said("NVIDIA B200")
-    assert "for an H100, which is not here look" in said("H100")
+    assert "for an H100, which is not here bits" in said("H100")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")

@@ -195,3 +195,25 @@ def test_what_changes_a_program_is_told(report):
         "layer.py",
         "def forward(self, x: Tensor) -> Tensor:",
     )
+
+
+def test_what_a_rows_bits_depend_on():
+    """Our products unless order="row", and torch's products and attention."""
+
+    layer = Layer()
+
+    def attend(x):
+        y = layer(x)[None, None].float()
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    def section():
+        with torch.no_grad():
+            text = " ".join(str(fusion_moe.explain(attend, X, target="cpu")).split())
+        return text.partition("depend on its batch ")[2].partition(" look next")[0]
+
+    names = "aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default"
+    torchs = f"{names}: torch chooses the kernel by sizes"
+    ours = "the order of a product's sums is chosen by the number of rows; order='row' fixes it"
+    assert section() == f"fusion0.0, fusion0.1: {ours} {torchs}"
+    with fusion_moe.options.override(order="row"):
+        assert section() == torchs
