@@ -45,7 +45,7 @@ VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
 # Tests start a hundred processes, each of which would compile this library's Python again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-thunder vllm sglang check lint docs docs-links clean
+.PHONY: help demo test test-all test-thunder vllm sglang hub check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
 	@echo 'make sglang  the tests of the plug-in for SGLang, on CPUs; about 5 minutes, not part of make test'
+	@echo 'make hub     a repository for Hugging Face kernels, in build/hub, with CPU kernels of every ISA level that this compiler knows'
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels'
 	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
@@ -113,6 +114,10 @@ endif
 
 sglang: $(VENV_SGLANG)/.ready-sglang
 	$(VENV_SGLANG)/bin/python -m pytest --all tests/integrations/sglang
+
+hub:
+	KERNELS_FOR=all $(PYTHON) tools/build_kernels.py
+	$(PYTHON) tools/hub_kernel build/hub
 
 check: lint $(VENV)/.ready-test
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)

@@ -32,7 +32,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fusion_moe.errors import DtypeError, GroupsError, ShapeError
+from ..errors import DtypeError, GroupsError, ShapeError
 
 Size = TypeVar("Size", int, Tensor)
 
