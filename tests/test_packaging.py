@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,12 @@ import pytest
 from cover import few
 
 from fusion_moe.backends.cpu import readers
-from fusion_moe.runtime import isa
+from fusion_moe.runtime import build as builds, isa, native_source
 
 # By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be
 # imported there.
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
+SITE = Path(importlib.util.find_spec("torch").origin).parents[1]  # where torch is installed
 MISSING = sorted({"hatchling", "pip"} - INSTALLED)
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
@@ -55,10 +57,11 @@ def build(
     target: str, folder: Path, source: Path = REPO, compiler: str = "", kernels: str = ""
 ) -> Path:
     """The wheel, the editable wheel or the sdist, built as pip would, without the network.
-    compiler: what makes the CPU's kernels; kernels: for which CPUs.
+    compiler: what makes the CPU's kernels, and what runs calls with this torch; kernels: for which
+    CPUs.
     """
     environment = {"CXX": compiler} if compiler else {"HATCH_BUILD_NO_HOOKS": "true"}
-    environment |= {"KERNELS_FOR": kernels}
+    environment |= {"KERNELS_FOR": kernels, "NATIVE_FOR": str(SITE)}
     run(
         sys.executable,
         "-m",
@@ -169,6 +172,8 @@ def test_an_install_brings_the_kernels_of_its_own_cpu(target, source, compiler, 
     build(target, tmp_path / "wheel", copied, compiler)
     shipped = {path.name for path in (copied / "fusion_moe/backends/cpu/shipped").iterdir()}
     assert shipped == {source.came_with().name for source in readers.packaged(isa.available()[0])}
+    (calls,) = (copied / "fusion_moe/runtime/shipped").iterdir()
+    assert calls.name == native_source.of_folder(SITE / "torch").came_with().name
 
 
 def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path):
@@ -196,6 +201,7 @@ def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(source, compiler, t
         for source in readers.packaged(isa_level)
     }
     assert {name.split("-")[1] for name in shipped} == set(isa.LEVELS)
+    assert native_source.of_folder(SITE / "torch").came_with().name in shipped
     assert wheel.name.endswith(
         f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl"
     )
@@ -261,8 +267,7 @@ class Venv:
         return run(self.python, "-c", code, cwd=cwd)
 
     def run_with_torch(self, code: str) -> str:
-        site = Path(importlib.util.find_spec("torch").origin).parents[1]
-        return self.run(f"import sys; sys.path.append({str(site)!r})\n{code}")
+        return self.run(f"import sys; sys.path.append({str(SITE)!r})\n{code}")
 
     def origin(self, package: str, cwd: Path = Path("/")) -> Path | None:
         """Where `import package` would come from."""
@@ -355,6 +360,40 @@ def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_p
     assert len(commands) == 1
     commands += ["inspect tiny-nvfp4", "run tiny-nvfp4 x --tokens 1"]
     run(sys.executable, "-c", COMMANDS, *commands, **there)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.once
+@pytest.mark.compiler
+@pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="typer is not installed")
+def test_an_installed_wheel_runs_a_model_without_a_compiler(source, tmp_path):
+    """Kernels that came with it multiply, and so did the library for calls without Python."""
+    site, cache = tmp_path / "site", tmp_path / "cache"
+    wheel = build("wheel", tmp_path / "wheel", source, builds.find_compiler().command[0])
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    run(*pip, "--no-deps", "--no-index", "--target", site, wheel)
+    model = shlex.quote(str(REPO / "examples" / "tiny_qwen3_moe"))
+    printed = run(
+        sys.executable,
+        "-c",
+        COMMANDS + LOADED,
+        f"run {model} 'def main():' --tokens 12",
+        cwd=tmp_path,
+        PYTHONPATH=str(site),
+        PATH="/nothing",
+        CXX="",
+        FUSION_MOE_CACHE_DIR=str(cache),
+    )
+    assert printed.split() == ["blocks", "fprop_nvfp4", "native"]
+    assert not list(cache.rglob("*.so"))
+    assert sum(f.stat().st_size for f in site.rglob("*")) < 15e6
+
+
+LOADED = """
+import re
+with open("/proc/self/maps") as maps:
+    print(*sorted(set(re.findall("/site/.*/shipped/([a-z0-9_]+)-", maps.read()))))
+"""
 
 
 # In one process, since importing takes longest. Each succeeds, and prints something.

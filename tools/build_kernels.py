@@ -5,9 +5,10 @@ and editable installs, and a program that says what it does, which pip would hid
 
 An install gets them for each built-in encoding of weights, and for quantizing, for the best kind of
 this CPU; others are compiled when they are first used. What is distributed has every kind of CPU of
-the architecture: where cibuildwheel runs, or with KERNELS_FOR=all. Without a C++ compiler there are
-none, and the wheel is pure Python: a compiler at the user's then builds them at first use.
-HATCH_BUILD_NO_HOOKS=true leaves them out too.
+the architecture: where cibuildwheel runs, or with KERNELS_FOR=all. NATIVE_FOR=FOLDER:FOLDER, each
+with an installed torch, adds the C++ that runs calls without Python, which fits one release of
+torch. Without a C++ compiler there are none, and the wheel is pure Python: a compiler at the user's
+then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     """Compiles what is wanted and not there, and removes what is there and not wanted. False
     without a compiler.
     """
-    build, isa, readers, messages = _modules(root)
+    build, isa, readers, messages, native_source = _modules(root)
     if build.find_compiler() is None or sys.platform != "linux":
         warn(
             f"no kernels for the CPU: {build.why_no_compiler()}. What this builds computes in "
@@ -72,6 +73,8 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     libraries = [
         (source, having) for isa_level, having in wanted for source in readers.packaged(isa_level)
     ]
+    torches = filter(None, os.environ.get("NATIVE_FOR", "").split(":"))
+    libraries += [(native_source.of_folder(Path(torch) / "torch"), ()) for torch in torches]
     missing = sum(not source.came_with(having).is_file() for source, having in libraries)
     what = "compiling the CPU's kernels"
     if missing:
@@ -80,8 +83,9 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = pool.map(partial(_ship, build, warn), *zip(*libraries, strict=True))
         made = set(messages.progress(done, what, len(libraries)))
-    for old in set(readers.SHIPPED.glob("*.so")) - made:
-        old.unlink(missing_ok=True)
+    for shipped in readers.SHIPPED, native_source.SHIPPED:
+        for old in set(shipped.glob("*.so")) - made:
+            old.unlink(missing_ok=True)
     return True
 
 
@@ -93,7 +97,7 @@ def _ship(build: Any, warn: Callable[[str], object], source: Any, having: Any) -
     try:
         return path if path.is_file() else build.ship(source, having)
     except build.BuildError as error:
-        warn(f"no kernels for CPUs of the ISA level {source.isa_level}: {error}")
+        warn(f"no {source.name} for CPUs of the ISA level {source.isa_level}: {error}")
         return None
 
 
@@ -107,15 +111,21 @@ def _runs_here(isa_level: str) -> bool:
 
 
 def _modules(root: Path) -> tuple[Any, ...]:
-    """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers and messages.progress,
-    without the packages around them, which need torch.
+    """fusion_moe.runtime.build and .isa, fusion_moe.backends.cpu.readers, messages.progress and
+    runtime.native_source, without the packages around them, which need torch.
     """
     for name in ("fusion_moe", *(f"fusion_moe.backends{n}" for n in ("", ".cpu", ".cxx"))):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
     modules = (
         importlib.import_module(f"fusion_moe.{name}")
-        for name in ("runtime.build", "runtime.isa", "backends.cpu.readers", "messages.progress")
+        for name in (
+            "runtime.build",
+            "runtime.isa",
+            "backends.cpu.readers",
+            "messages.progress",
+            "runtime.native_source",
+        )
     )
     return tuple(modules)
 

@@ -74,7 +74,7 @@ class LibrarySource:
     flags, which come last.
 
     shipped: a folder of libraries that came with the package, which are used if they were built
-    from this source.
+    from this source. libraries: files that it is linked with.
     """
 
     text: str
@@ -83,6 +83,7 @@ class LibrarySource:
     include: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
     shipped: Path | None = None
+    libraries: tuple[Path, ...] = ()
 
     def all_flags(self, having: Collection[str] | None = None) -> tuple[str, ...]:
         """The flags of a compilation, for a CPU with these features (default: this one's)."""
@@ -134,8 +135,12 @@ def load(
 
 
 def is_built(source: LibrarySource) -> bool:
-    """Whether `build` would find the library in the cache; False if there is no compiler."""
-    compiler = find_compiler()
+    """Whether `build` would find the library in the package or the cache; of the cache none is
+    found without a compiler.
+    """
+    came, compiler = source.came_with(), find_compiler()
+    if came is not None and came.is_file():
+        return True
     return compiler is not None and store.has(source.file(compiler))
 
 
@@ -284,7 +289,8 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}
     start = time.monotonic()
     try:
-        done = _run([*command, file, "-o", path.name], cwd=path.parent, env=environment)
+        linked = [str(library.absolute()) for library in source.libraries]
+        done = _run([*command, file, *linked, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
         actual = f"compiling {source.name} took more than {e.timeout:g} s; the compiler was killed"
         todo = (
@@ -301,7 +307,7 @@ def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
         )
         todo = "to see it all"
     kept = keep_failed(path, source.text, ".cpp")
-    again = shlex.join([*command, str(kept), "-o", os.devnull])
+    again = shlex.join([*command, str(kept), *map(str, source.libraries), "-o", os.devnull])
     raise BuildError(actual, todo=f"{todo}:\n  {again}", where=str(kept))
 
 

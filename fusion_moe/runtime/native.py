@@ -6,10 +6,11 @@ known specialization keys (native.cpp says what is in them).
     if wanted():                            # at the end of a call that Python ran:
         offer(numbers)                      # the launch plan of the next ones with its key
 
-The library is compiled against the installed torch, so no wheel has it: when weights are prepared
-or a compiled graph is first called, once for each cache_dir. A process that does neither runs all
-of its calls in Python, the first as the thousandth. So does one without a compiler, and one with a
-torch whose headers are not those that native.cpp was written for.
+The library is loaded when weights are prepared or a compiled graph is first called. It fits one
+release of torch: a wheel may have it for some (native_source.py), for others it is compiled, once
+for each cache_dir. A process that does neither runs all of its calls in Python, the first as the
+thousandth. So does one with neither that library nor a compiler, and one with a torch whose headers
+are not those that native.cpp was written for.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ import torch
 from .. import options
 from ..errors import BuildError, Error
 from ..messages import log, waiting
-from . import build, precompile
+from . import build, native_source, precompile
 
-SOURCE = Path(__file__).with_name("native.cpp")
-INCLUDE = SOURCE.parent  # the folder of launch_plan.h
 FALLBACKS = "fusion_moe_python"  # the namespace of the Python implementations
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
@@ -101,11 +100,11 @@ def why_not() -> str:
     """Why Python runs all calls; "" if C++ can run them."""
     if not options.current().native_calls:
         return "the option native_calls is off"
-    return "" if build.find_compiler() else build.why_no_compiler()
+    return "" if is_built() or build.find_compiler() else build.why_no_compiler()
 
 
 def is_built() -> bool:
-    """Whether the library is compiled."""
+    """Whether the library came with the package, or is compiled."""
     return build.is_built(_source())
 
 
@@ -173,19 +172,7 @@ def record(layers: int | None) -> None:
 
 @cache
 def _source() -> build.LibrarySource:
-    libraries = _TORCH / "lib"
-    flags = (
-        "-std=c++20",
-        "-O1",
-        f"-I{_TORCH / 'include'}",
-        f'-DTORCH="{torch.__version__} {torch.version.git_version}"',
-        "-Wl,--no-as-needed",
-        f"-L{libraries}",
-        "-ltorch_cpu",
-        "-lc10",
-    )
-    text = SOURCE.read_text(encoding="utf-8")
-    return build.LibrarySource(text, "native", "generic", (INCLUDE,), flags)
+    return native_source.of(_TORCH, torch.__version__, torch.version.git_version or "")
 
 
 # Addresses ----------------------------------------------------------------------------------------
