@@ -117,8 +117,8 @@ struct Part {
         Row upper[8], lower[8];
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            upper[r] = Row(load_scales<sizeof(Row)>(from + r * row_bytes));
-            lower[r] = Row(load_scales<sizeof(Row)>(from + (r + 8) * row_bytes));
+            upper[r] = Row(load_number<sizeof(Row)>(from + r * row_bytes));
+            lower[r] = Row(load_number<sizeof(Row)>(from + (r + 8) * row_bytes));
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
@@ -133,12 +133,6 @@ struct Part {
             }
             reinterpret_cast<Both*>(to)[r] = found.whole;
         }
-    }
-
-    template <int BYTES>
-    __device__ __forceinline__ static u32 load_scales(const u8* p) {
-        if constexpr (BYTES == 4) return load_no_allocate_4(p);
-        return BYTES == 2 ? load_no_allocate_2(p) : load_no_allocate_1(p);
     }
 
     __device__ __forceinline__ u8 recoded(u8 byte) const {

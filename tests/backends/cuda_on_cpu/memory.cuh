@@ -119,14 +119,15 @@ T read(const u8* p) {
 }
 inline uint4 load_no_allocate(const u8* p) { return read<uint4>(p); }
 inline uint2 load_no_allocate_8(const u8* p) { return read<uint2>(p); }
-inline u32 load_no_allocate_4(const u8* p) { return read<u32>(p); }
-inline u32 load_no_allocate_2(const u8* p) { return read<u16>(p); }
-inline u32 load_no_allocate_1(const u8* p) { return *p; }
 template <int BYTES>
 u32 load_bytes(const u8* p) {
     u32 found = 0;
     std::memcpy(&found, p, BYTES);
     return found;
+}
+template <int BYTES>
+u32 load_number(const u8* p) {
+    return load_bytes<BYTES>(p);
 }
 
 template <class T, int V>

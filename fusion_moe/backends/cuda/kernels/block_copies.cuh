@@ -292,18 +292,26 @@ struct ColumnsOfTile {
     float over[128], scale[128];
 };
 
-// A lane's place in a tile.
-template <i32 K_>
-struct Square {
-    static constexpr i32 K = K_, WIDTH = 128, ACROSS = (K + 127) / 128;  // tiles
-    static constexpr i32 NEXT = 1, STEP = 1;  // to a block's next one; from row to row of a lane
+// Lanes that have eight columns each of tiles of WIDTH.
+template <i32 K_, i32 WIDTH_>
+struct ColumnLanes {
+    static constexpr i32 K = K_, WIDTH = WIDTH_, ACROSS = (K + WIDTH - 1) / WIDTH;
 
+    // A lane's first column, and whether there is one.
     __device__ __forceinline__ static i32 column(i32 across) {
-        return 128 * across + threadIdx.x % 16 * 8;
+        return WIDTH * across + threadIdx.x % (WIDTH / 8) * 8;
     }
     __device__ __forceinline__ static bool there(i32 across) {
-        return K % 128 == 0 || column(across) < K;
+        return K % WIDTH == 0 || column(across) < K;
     }
+};
+
+// A lane's place in a tile.
+template <i32 K_>
+struct Square : ColumnLanes<K_, 128> {
+    using ColumnLanes<K_, 128>::K, ColumnLanes<K_, 128>::ACROSS;
+    static constexpr i32 NEXT = 1, STEP = 1;  // to a block's next one; from row to row of a lane
+
     __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
 
     // Calls body(tile, its number, tiles before it in its rows, tiles before the end of its run) on
@@ -315,15 +323,6 @@ struct Square {
             const i32 first = i32(i % RUNS) * RUN;
             body(tiles.at(i / RUNS), i / RUNS, first, min(first + RUN, COUNT));
         }
-    }
-
-    // The same for each tile of a run.
-    template <class Tiles, class Body>
-    __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
-        for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
-#pragma unroll 1
-            for (i32 across = first; across < end; ++across) body(tile, number, across);
-        });
     }
 
     // The scales of a lane's rows in a copy. A lane computes one, and tells the others.
@@ -407,8 +406,9 @@ struct Square {
 
 // A warp's strips of a tile: every NEXT-th.
 template <i32 K_>
-struct Strips {
-    static constexpr i32 K = K_, WIDTH = 64, ACROSS = (K + 63) / 64;
+struct Strips : ColumnLanes<K_, 64> {
+    using ColumnLanes<K_, 64>::K, ColumnLanes<K_, 64>::ACROSS;
+    using ColumnLanes<K_, 64>::column, ColumnLanes<K_, 64>::there;
     static constexpr i32 NEXT = (ACROSS + 3) / 4, STEP = 4;  // warps of a tile
 
     // Calls body(tile, its number, the first strip, the one after the last) on warps.
@@ -420,22 +420,7 @@ struct Strips {
         });
     }
 
-    // The same for each strip.
-    template <class Tiles, class Body>
-    __device__ __forceinline__ static void for_all(const Tiles& tiles, Body body) {
-        for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
-#pragma unroll 1
-            for (i32 strip = first; strip < end; strip += NEXT) body(tile, number, strip);
-        });
-    }
-
-    // A lane's first column, whether there is one, and its rows: s below 8.
-    __device__ __forceinline__ static i32 column(i32 strip) {
-        return 64 * strip + threadIdx.x % 8 * 8;
-    }
-    __device__ __forceinline__ static bool there(i32 strip) {
-        return K % 64 == 0 || column(strip) < K;
-    }
+    // A lane's rows: s below 8.
     __device__ __forceinline__ static i32 row(int s) { return 4 * s + threadIdx.x % 32 / 8; }
 
     template <class T, class Copy>
@@ -508,6 +493,15 @@ struct Strips {
         }
     };
 };
+
+// The runs of S, Square or Strips, tile by tile.
+template <class S, class Tiles, class Body>
+__device__ __forceinline__ void for_all_tiles(const Tiles& tiles, Body body) {
+    S::for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
+#pragma unroll 1
+        for (i32 across = first; across < end; across += S::NEXT) body(tile, number, across);
+    });
+}
 
 // Copies of [rows, K] numbers of type T, by blocks of 256 threads; S: how these share tiles.
 // row(m)(j0, x): columns j0 .. j0 + 7 of row m. LOOKED_UP: whether row(m) reads memory, and is
@@ -714,7 +708,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
 template <class S, class Tiles, class Scale>
 __device__ __forceinline__ void read_copy(const Tiles& tiles, const u8* codes, const Scale* scales,
                                           bf16* numbers) {
-    S::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+    for_all_tiles<S>(tiles, [&](const RowTile& tile, i64 number, i32 across) {
         if (tile.rows == 0 || !S::there(across)) return;
         const i32 j0 = S::column(across);
         Eight<float> scale = {};
@@ -762,7 +756,7 @@ __device__ __forceinline__ void transpose_blocks(i64 groups, const u8* codes, co
                                                  u8* turned, Stored* turned_scales) {
     using S = Square<K>;
     __shared__ __align__(16) TurnedTile shared;
-    S::for_all(MatrixTiles<N>{groups}, [&](const RowTile& tile, i64 number, i32 across) {
+    for_all_tiles<S>(MatrixTiles<N>{groups}, [&](const RowTile& tile, i64 number, i32 across) {
         u32 x[8][2];
         load_codes<K>(x, codes, tile, across);
         store_turned_square<N, K>(turned, turned_scales, number, across,
@@ -776,7 +770,7 @@ template <i32 K, i32 GROUPS>
 __device__ __forceinline__ void transpose_row_blocks(const GroupedRows<GROUPS, 128>& tiles,
                                                      const u8* codes, u8* turned) {
     __shared__ __align__(16) TurnedTile shared;
-    Square<K>::for_all(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+    for_all_tiles<Square<K>>(tiles, [&](const RowTile& tile, i64 number, i32 across) {
         if (tile.rows == 0 || number >= tiles.blocks()) return;
         u32 x[8][2];
         load_codes<K>(x, codes, tile, across);

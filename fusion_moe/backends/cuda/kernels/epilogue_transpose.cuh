@@ -13,6 +13,7 @@
 // them. `sum`: the accumulators of all rows of the work tile, for each repeat.
 #pragma once
 
+#include "choose.cuh"
 #include "epilogue_rows.cuh"
 #include "fragment_order.cuh"
 #include "mma.cuh"
@@ -56,15 +57,18 @@ struct ConsumerTile {
 };
 
 // Where a thread stores elements of 16 bits: V of its warpgroup's COLUMNS columns, in each
-// ROWS_PER_STEP-th row.
-template <class Segment, class ConsumerTile, int COLUMNS, int V>
+// ROWS_PER_STEP-th row of EPILOGUE_ROWS.
+template <class Segment, class ConsumerTile, int COLUMNS, int V_>
 class RowStores {
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
-    static constexpr int PIECES = COLUMNS / V;  // of a row
+    static constexpr int PIECES = COLUMNS / V_;  // of a row
 
   public:
-    static constexpr int ROWS_PER_STEP = ConsumerTile::THREADS / PIECES;
+    static constexpr int V = V_, ROWS_PER_STEP = ConsumerTile::THREADS / PIECES, EPILOGUE_ROWS = 32;
+    struct Rows {
+        Vector<Element, V> of[EPILOGUE_ROWS / ROWS_PER_STEP];
+    };
 
     __device__ __forceinline__ explicit RowStores(const ConsumerTile& tile) {
         const Columns at{tile.column + piece() * (Columns::FRAGMENT_ORDER ? 2 : V)};
@@ -79,13 +83,11 @@ class RowStores {
     static __device__ __forceinline__ i32 piece() { return ConsumerTile::thread() % PIECES; }
     static __device__ __forceinline__ i32 row() { return ConsumerTile::thread() / PIECES; }
 
-    template <int Count>
-    __device__ __forceinline__ void store(const Vector<Element, V> (&rows)[Count],
-                                          i32 first_row) const {
+    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
 #pragma unroll
-        for (int i = 0; i < Count; ++i) {
+        for (int i = 0; i < EPILOGUE_ROWS / ROWS_PER_STEP; ++i) {
             const i32 t = first_row + i * ROWS_PER_STEP;
-            if (t < left_) store_vector<V>(to_ + i64(t) * Segment::WIDTH, rows[i]);
+            if (t < left_) store_vector<V>(to_ + i64(t) * Segment::WIDTH, rows.of[i]);
         }
     }
 
@@ -94,34 +96,33 @@ class RowStores {
     i32 left_;     // of its rows, counted by all
 };
 
+template <class Segment>
+using RowsOfResults = RowStores<Segment, ConsumerTile<Segment, Segment::COLUMNS_PER_RESULT>,
+                                128 / sizeof(typename Segment::Element), 8>;
+template <class Segment>
+using RowsOfExchanged =
+    RowStores<Segment, ConsumerTile<Segment, 1>, 8 * 4, Segment::Columns::FRAGMENT_ORDER ? 4 : 8>;
+
 // Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one
 // in each repeat, as gate and up are. Row t of a buffer has 128 bytes; piece i of 16 lies where i ^
 // (t % 8) would.
 template <class Segment>
-class TransposeResults {
+class TransposeResults : public RowsOfResults<Segment> {
+    using Base = RowsOfResults<Segment>;
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
-    static constexpr int ROW = 128,
-                         V = 8;  // bytes of a row; columns that a thread stores at a time
+    using Base::ROWS_PER_STEP, Base::V, Base::piece, Base::row;
+    static constexpr int ROW = 128;  // bytes
 
   public:
-    static constexpr int REPEATS = Segment::COLUMNS_PER_RESULT, COLUMNS = ROW / sizeof(Element);
-    static constexpr int EPILOGUE_ROWS = 32, BUFFER_BYTES = EPILOGUE_ROWS * ROW;
+    using typename Base::Rows, Base::EPILOGUE_ROWS;
+    static constexpr int REPEATS = Segment::COLUMNS_PER_RESULT, COLUMNS = ROW / sizeof(Element),
+                         BUFFER_BYTES = EPILOGUE_ROWS * ROW;
     static constexpr bool APPLIES = Segment::RESULTS == 1 && Segment::BLOCK_TILES == REPEATS &&
                                     Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
 
-  private:
-    using RowStores = ::RowStores<Segment, ConsumerTile<Segment, REPEATS>, COLUMNS, V>;
-    static constexpr int ROWS_PER_STEP =
-        RowStores::ROWS_PER_STEP;  // rows that the warpgroup writes or loads at once
-
-  public:
-    struct Rows {
-        Vector<Element, V> of[EPILOGUE_ROWS / ROWS_PER_STEP];
-    };
-
     __device__ __forceinline__ explicit TransposeResults(const ConsumerTile<Segment, REPEATS>& tile)
-        : tile_(tile), row_stores_(tile) {}
+        : Base(tile), tile_(tile) {}
 
     template <int Sums>
     __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums],
@@ -146,8 +147,8 @@ class TransposeResults {
     }
 
     __device__ __forceinline__ Rows load(const u8* buffer) const {
-        const i32 q = row_stores_.piece(), row = row_stores_.row();
-        const u8* from = buffer + row * ROW;
+        const i32 q = piece(), first = row();
+        const u8* from = buffer + first * ROW;
         Rows rows;
 #pragma unroll
         for (int i = 0; i < EPILOGUE_ROWS / ROWS_PER_STEP; ++i, from += ROWS_PER_STEP * ROW) {
@@ -156,23 +157,18 @@ class TransposeResults {
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
                     pairs.at[b] = *reinterpret_cast<const u32*>(
-                        from + ((2 * b + q / 4) ^ row % 8) * 16 + q % 4 * 4);
+                        from + ((2 * b + q / 4) ^ first % 8) * 16 + q % 4 * 4);
                 rows.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
             } else {
                 rows.of[i] =
-                    load_vector<V>(reinterpret_cast<const Element*>(from + (q ^ row % 8) * 16));
+                    load_vector<V>(reinterpret_cast<const Element*>(from + (q ^ first % 8) * 16));
             }
         }
         return rows;
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
-        row_stores_.store(rows.of, first_row);
-    }
-
   private:
     const ConsumerTile<Segment, REPEATS>& tile_;
-    const RowStores row_stores_;
 
     // Of row m and the thread's lower or upper column, from its at-th accumulators.
     template <int Sums>
@@ -295,35 +291,27 @@ class TransposeAccumulators {
 // 16 rows and 16 columns, and writes them where it received accumulators: eight columns of all
 // rows, then the other eight.
 template <class Segment>
-class TransposeExchanged {
+class TransposeExchanged : public RowsOfExchanged<Segment> {
+    using Base = RowsOfExchanged<Segment>;
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
+    using Base::ROWS_PER_STEP, Base::V;
     static constexpr int HALF = 16, RECEIVED_BYTES = 1024,
                          PIECE =
                              HALF * 16;  // rows; bytes that a warp receives, and of eight columns
     using ConsumerTile = ::ConsumerTile<Segment, 1>;
 
   public:
-    static constexpr int REPEATS = 1, COLUMNS = 8 * ConsumerTile::WARPS;
-    static constexpr int EPILOGUE_ROWS = 2 * HALF,
+    using typename Base::Rows, Base::EPILOGUE_ROWS;
+    static constexpr int REPEATS = 1, COLUMNS = 8 * ConsumerTile::WARPS,
                          BUFFER_BYTES = ConsumerTile::WARPS * RECEIVED_BYTES;
+    static_assert(EPILOGUE_ROWS == 2 * HALF, "a warp has half of the rows");
     static constexpr bool APPLIES = Segment::RESULTS == 1 && Segment::COLUMNS_PER_RESULT == 2 &&
                                     Segment::BLOCK == 16 && Segment::WIDTH % 8 == 0 &&
                                     sizeof(Element) == 2;
 
-  private:
-    static constexpr int V =
-        Columns::FRAGMENT_ORDER ? 4 : 8;  // columns that a thread stores at a time
-    using RowStores = ::RowStores<Segment, ConsumerTile, COLUMNS, V>;
-    static constexpr int ROWS_PER_STEP = RowStores::ROWS_PER_STEP;
-
-  public:
-    struct Rows {
-        Vector<Element, V> of[EPILOGUE_ROWS / ROWS_PER_STEP];
-    };
-
     __device__ __forceinline__ explicit TransposeExchanged(const ConsumerTile& tile)
-        : tile_(tile), row_stores_(tile) {}
+        : Base(tile), tile_(tile) {}
 
     template <int Sums>
     __device__ __forceinline__ void write(u8* buffer, const float (*sum)[Sums],
@@ -335,11 +323,11 @@ class TransposeExchanged {
     }
 
     __device__ __forceinline__ Rows load(const u8* buffer) const {
-        const i32 q = row_stores_.piece();
+        const i32 q = this->piece();
         Rows rows;
 #pragma unroll
         for (int i = 0; i < EPILOGUE_ROWS / ROWS_PER_STEP; ++i) {
-            const i32 t = row_stores_.row() + i * ROWS_PER_STEP;
+            const i32 t = this->row() + i * ROWS_PER_STEP;
             const u8* from = buffer + t / HALF * RECEIVED_BYTES + t % HALF * 16;
             if constexpr (Columns::FRAGMENT_ORDER) {
                 Vector<u32, 2> pairs;  // the q-th of each 16 columns
@@ -356,13 +344,8 @@ class TransposeExchanged {
         return rows;
     }
 
-    __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
-        row_stores_.store(rows.of, first_row);
-    }
-
   private:
     const ConsumerTile& tile_;
-    const RowStores row_stores_;
 
     // Called by the warp that has column f of each element: it keeps half F of its accumulators,
     // and sends the other half.
@@ -405,22 +388,11 @@ class TransposeExchanged {
 };
 
 // Chooses one of the three by the columns that a result reads.
-template <class Segment, int REPEATS,
-          bool RESULTS = TransposeResults<Segment>::APPLIES &&
-                         REPEATS % TransposeResults<Segment>::REPEATS == 0,
-          bool EXCHANGED = TransposeExchanged<Segment>::APPLIES>
-struct EpilogueTranspose {
-    using type = TransposeResults<Segment>;
-};
-
 template <class Segment, int REPEATS>
-struct EpilogueTranspose<Segment, REPEATS, false, true> {
-    using type = TransposeExchanged<Segment>;
-};
-
-template <class Segment, int REPEATS>
-struct EpilogueTranspose<Segment, REPEATS, false, false> {
-    using type = TransposeAccumulators<Segment>;
-};
+using EpilogueTranspose =
+    Choose<TransposeResults<Segment>::APPLIES && REPEATS % TransposeResults<Segment>::REPEATS == 0,
+           TransposeResults<Segment>,
+           Choose<TransposeExchanged<Segment>::APPLIES, TransposeExchanged<Segment>,
+                  TransposeAccumulators<Segment>>>;
 
 }  // namespace

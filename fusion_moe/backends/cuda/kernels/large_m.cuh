@@ -489,7 +489,7 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
                     for (i32 kb = 0; kb <= RUN_K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
                         mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage,
                                                       run * RUN_K_BLOCKS + kb);
-                    if (run + 1 < RUNS) multiply<Most>(sum, scales.factor(run));
+                    if (run + 1 < RUNS) Tile::template rescale<Most>(sum, scales.factor(run));
                 }
                 if constexpr (LAST != 0)
                     mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
@@ -556,19 +556,9 @@ struct LargeM : LargeMTileOf<Segment, TILE_M, CONSUMERS, REPEATS> {
                 }
                 if (run + 1 < RUNS) {
                     wgmma_wait<0>();
-                    multiply<TILE_M>(sum, scales.factor(run));
+                    Tile::template rescale<TILE_M>(sum, scales.factor(run));
                 }
             }
-        }
-
-        // Rescales the sums of one run of contracted rows before the next run: see ScaleRuns.
-        template <int TileM>
-        __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2],
-                                                        float factor) {
-#pragma unroll
-            for (int h = 0; h < REPEATS; ++h)
-#pragma unroll
-                for (int i = 0; i < TileM / 2; ++i) sum[h][i] *= factor;
         }
 
         // Waits for the next stage, and loads the weights of its first wgmma groups.

@@ -55,11 +55,10 @@ struct LargeMTile {
     using Columns = typename Segment::Columns;
     static constexpr int ELEMENTS = Reader::ELEMENTS,
                          SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
-    using Transpose = typename EpilogueTranspose<Segment, REPEATS>::type;
+    using Transpose = EpilogueTranspose<Segment, REPEATS>;
     static constexpr int REPEATS_PER_RESULT =
         Transpose::REPEATS;  // that a result's columns are made of
-    using Tiles = typename StoredTiles<Segment, WEIGHT_TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS,
-                                       BY_LANE>::type;
+    using Tiles = StoredTiles<Segment, WEIGHT_TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE>;
     using SharedWeights = typename Tiles::Shared;
     using Packed = typename SharedWeights::Packed;
     using Scales = typename Tiles::Scales;
@@ -236,6 +235,16 @@ struct LargeMTile {
     }
     __device__ static __forceinline__ i32 weight_tile_of(int h) {
         return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS;
+    }
+
+    // Rescales the sums of one run of contracted rows before the next run: see ScaleRuns.
+    template <int HEIGHT>
+    __device__ static __forceinline__ void rescale(float (&sum)[REPEATS][TILE_M / 2],
+                                                   float factor) {
+#pragma unroll
+        for (int h = 0; h < REPEATS; ++h)
+#pragma unroll
+            for (int i = 0; i < HEIGHT / 2; ++i) sum[h][i] *= factor;
     }
 
     // Epilogue

@@ -236,13 +236,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
                     activations = load(packed);
                     multiply<Height>(sum, fragments, other_half);
                 }
-                if (run + 1 < RUNS) {
-                    const float factor = scales.factor(run);
-#pragma unroll
-                    for (int h = 0; h < REPEATS; ++h)
-#pragma unroll
-                        for (int i = 0; i < Height / 2; ++i) sum[h][i] *= factor;
-                }
+                if (run + 1 < RUNS) Tile::template rescale<Height>(sum, scales.factor(run));
             }
             Team::sync();  // results are transposed where others have read
             zero<Height, TILE_M>(sum);

@@ -96,39 +96,27 @@ __device__ __forceinline__ uint2 load_no_allocate_8(const u8* p) {
     return x;
 }
 
-__device__ __forceinline__ u32 load_no_allocate_4(const u8* p) {
-    u32 x;
-    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
-
-__device__ __forceinline__ u32 load_no_allocate_2(const u8* p) {
-    u16 x;
-    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(p));
-    return x;
-}
-
-__device__ __forceinline__ u32 load_no_allocate_1(const u8* p) {
-    u32 x;
-    asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
-
-// A number of 1, 2 or 4 bytes, kept in L1: others of the same sector are read soon.
-template <int BYTES>
-__device__ __forceinline__ u32 load_bytes(const u8* p) {
-    if constexpr (BYTES == 2) {
-        u16 x;
-        asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
-        return x;
+// A number of 1, 2 or 4 bytes.
+#define LOAD_NUMBER(NAME, CACHED)                                                 \
+    template <int BYTES>                                                          \
+    __device__ __forceinline__ u32 NAME(const u8* p) {                            \
+        static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4);                    \
+        if constexpr (BYTES == 2) {                                               \
+            u16 x;                                                                \
+            asm volatile("ld.global" CACHED ".u16 %0, [%1];" : "=h"(x) : "l"(p)); \
+            return x;                                                             \
+        }                                                                         \
+        u32 x;                                                                    \
+        if constexpr (BYTES == 1)                                                 \
+            asm volatile("ld.global" CACHED ".u8 %0, [%1];" : "=r"(x) : "l"(p));  \
+        else                                                                      \
+            asm volatile("ld.global" CACHED ".u32 %0, [%1];" : "=r"(x) : "l"(p)); \
+        return x;                                                                 \
     }
-    u32 x;
-    if constexpr (BYTES == 1)
-        asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(p));
-    else
-        asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
+
+LOAD_NUMBER(load_number, ".L1::no_allocate")
+LOAD_NUMBER(load_bytes, "")  // others of the same sector are read soon
+#undef LOAD_NUMBER
 
 // x = the 16 bytes at p where `good`, else x stays.
 __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {

@@ -132,12 +132,11 @@ struct GemmPart {
 // The tiles of all groups, those of the groups with the most rows first.
 template <int GROUPS>
 struct WgradScheduler {
-    i32 first[GROUPS + 2], before[GROUPS + 2];  // as MTiles has them
+    MTiles<GROUPS, 128> m_tiles;
     i32 group_of_place[GROUPS];
 
     // By all threads of a block.
     __device__ void build(const i32* ends, i32 rows, i64* error) {
-        MTiles<GROUPS, 128>& m_tiles = reinterpret_cast<MTiles<GROUPS, 128>&>(first);
         m_tiles.build(ends, rows, ALL_GROUPS, error);
         for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
             const i32 mine = size(g);
@@ -149,7 +148,9 @@ struct WgradScheduler {
         __syncthreads();
     }
 
-    __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
+    __device__ __forceinline__ i32 size(i32 g) const {
+        return m_tiles.first[g + 1] - m_tiles.first[g];
+    }
 };
 
 // Of a group's result [N, K]: rotations of tiles of a, with all tiles of b (schedule.cuh).
@@ -180,7 +181,8 @@ struct WgradSchedule {
         const i32 height = min(ROTATION, A_TILES - rotation * ROTATION);
         const i32 group = scheduler.group_of_place[place];
         return {group, (rotation * ROTATION + rest % height) * CLUSTER * TILE_M,
-                rest / height * TILE_N, scheduler.first[group], scheduler.first[group + 1]};
+                rest / height * TILE_N, scheduler.m_tiles.first[group],
+                scheduler.m_tiles.first[group + 1]};
     }
     __device__ static __forceinline__ i32 k_blocks(const Tile& tile) {
         return (tile.end - tile.first + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;

@@ -191,7 +191,7 @@ struct GroupedGemmMma {
     using Warp = WarpTile<TILE_M, TILE_N, Segment::COLUMNS_PER_RESULT>;
     using Sums = typename Warp::Sums;
     using Part = GemmPart<Segment, TILE_N, Warp::COLUMNS>;
-    using Weight = typename WeightTilesOf<Segment, TILE_N, MMA_THREADS, false>::type;
+    using Weight = WeightTiles<Segment, TILE_N, MMA_THREADS, false>;
     using Runs = typename Weight::Runs;
 
     __device__ static __forceinline__ i32 k_blocks(const Tile& tile) {

@@ -261,12 +261,7 @@ struct SortSlots {
         i32 past = 0;
         for (i32 first = 0; first <= GROUPS; first += 32) {
             const i32 g = first + lane, here = g <= GROUPS ? start[g] : 0;
-            i32 sum = here;
-#pragma unroll
-            for (int lanes = 1; lanes < 32; lanes *= 2) {
-                const i32 lower = __shfl_up_sync(WHOLE_WARP, sum, lanes);
-                sum += lane >= lanes ? lower : 0;
-            }
+            const i32 sum = scan(here, Plus());
             if (g <= GROUPS) start[g] = past + sum - here;
             if (g < GROUPS) ends[g] = past + sum;
             past += __shfl_sync(WHOLE_WARP, sum, 31);

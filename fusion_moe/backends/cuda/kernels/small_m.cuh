@@ -238,12 +238,8 @@ class SmallM {
 #pragma unroll
             for (int t = 0; t < TILES_M; ++t)
                 mma_16x8x16<typename Segment::Activation>(
-                    sum[t], fragment, pair(activations[t][0], v), pair(activations[t][1], v));
+                    sum[t], fragment, word_of(activations[t][0], v), word_of(activations[t][1], v));
         }
-    }
-
-    __device__ static __forceinline__ u32 pair(const uint4& pairs, int v) {
-        return v == 0 ? pairs.x : v == 1 ? pairs.y : v == 2 ? pairs.z : pairs.w;
     }
 
     // The mainloop of the tile that was prefetched: its partial sums.

@@ -17,6 +17,7 @@
 //                                     the end (of_lane)
 #pragma once
 
+#include "choose.cuh"
 #include "scale_runs.cuh"
 
 namespace {
@@ -111,15 +112,8 @@ struct DgradTiles {
     };
 };
 
-template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS, bool BY_LANE,
-          bool DGRAD = Segment::DGRAD>
-struct StoredTiles {
-    using type = FpropTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE>;
-};
-
 template <class Segment, int TILES, int REPEATS_PER_RESULT, int STAGE_K_BLOCKS, bool BY_LANE>
-struct StoredTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE, true> {
-    using type = DgradTiles<Segment, TILES, STAGE_K_BLOCKS>;
-};
+using StoredTiles = Choose<Segment::DGRAD, DgradTiles<Segment, TILES, STAGE_K_BLOCKS>,
+                           FpropTiles<Segment, TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS, BY_LANE>>;
 
 }  // namespace

@@ -9,6 +9,7 @@
 // puts it into the stage.
 #pragma once
 
+#include "choose.cuh"
 #include "pieces.cuh"
 #include "scale_runs.cuh"
 
@@ -186,25 +187,11 @@ class PackedWeight {
     i32 group_, column_;
 };
 
-template <class Segment, int TILE_N, int THREADS, bool BOXES = Segment::B_BOXES,
-          bool PACKED = Segment::B_PACKED, bool MN = Segment::B_MN>
-struct WeightTilesOf {
-    using type = WeightRows<Segment, TILE_N, THREADS>;
-};
-template <class Segment, int TILE_N, int THREADS, bool MN>
-struct WeightTilesOf<Segment, TILE_N, THREADS, true, false, MN> {
-    using type = WeightBoxes<Segment>;
-};
-template <class Segment, int TILE_N, int THREADS>
-struct WeightTilesOf<Segment, TILE_N, THREADS, false, false, true> {
-    using type = WeightColumns<Segment, TILE_N, THREADS>;
-};
-template <class Segment, int TILE_N, int THREADS>
-struct WeightTilesOf<Segment, TILE_N, THREADS, false, true, true> {
-    using type = PackedWeight<Segment, TILE_N, THREADS>;
-};
-
-template <class Segment, int TILE_N, int THREADS>
-using WeightTiles = typename WeightTilesOf<Segment, TILE_N, THREADS>::type;
+// Of a segment. BOXES: whether its matrices may come in boxes.
+template <class Segment, int TILE_N, int THREADS, bool BOXES = true>
+using WeightTiles = Choose<Segment::B_PACKED, PackedWeight<Segment, TILE_N, THREADS>,
+                           Choose<BOXES && Segment::B_BOXES, WeightBoxes<Segment>,
+                                  Choose<Segment::B_MN, WeightColumns<Segment, TILE_N, THREADS>,
+                                         WeightRows<Segment, TILE_N, THREADS>>>>;
 
 }  // namespace

@@ -31,15 +31,6 @@ struct Parts {
 
 __device__ constexpr i32 at_least_1(i32 n) { return n > 0 ? n : 1; }
 
-// A stored scale, as a number of 1, 2 or 4 bytes.
-template <int BYTES>
-__device__ __forceinline__ u32 load_number(const u8* p) {
-    static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4, "a scale has 1, 2 or 4 bytes");
-    return BYTES == 1   ? load_no_allocate_1(p)
-           : BYTES == 2 ? load_no_allocate_2(p)
-                        : load_no_allocate_4(p);
-}
-
 // Codes of a row, 2 to 16 bytes, by one load: several that have the same sectors would read them
 // from the second-level cache as many times.
 template <int BYTES>
@@ -54,16 +45,6 @@ __device__ __forceinline__ void load_codes(u32* words, const u8* p) {
     } else {
         words[0] = load_number<BYTES>(p);
     }
-}
-
-template <int BYTES>
-__device__ __forceinline__ u32 read_shared(const u8* p) {
-    if constexpr (BYTES == 1)
-        return *p;
-    else if constexpr (BYTES == 2)
-        return *reinterpret_cast<const u16*>(p);
-    else
-        return *reinterpret_cast<const u32*>(p);
 }
 
 // What the scales of a row's block amount to.
@@ -130,7 +111,7 @@ __device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine&
 
 // What pairs of a row, or single numbers, need of its scales.
 template <class T, class E>
-using Ready = typename Choose<Pairs<T, E>::FIT, ReadyPair, Affine>::Type;
+using Ready = Choose<Pairs<T, E>::FIT, ReadyPair, Affine>;
 
 template <class T, class E, int PLACE, Which WHICH>
 __device__ __forceinline__ Ready<T, E> ready(const u32* stored) {

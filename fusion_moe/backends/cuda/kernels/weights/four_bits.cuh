@@ -55,7 +55,7 @@ struct FourBitTiled : Format::Outer, FourBits<Format> {
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
         return {load_no_allocate(codes_ + ELEMENTS * blocks_ahead),
-                load_two_scales<Scale>(scales_ + SCALES * blocks_ahead)};
+                load_number<2 * sizeof(Scale)>(scales_ + SCALES * blocks_ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {
@@ -67,7 +67,7 @@ struct FourBitTiled : Format::Outer, FourBits<Format> {
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
                                                       int v, int half, u32* a) {
-        weights_of_rows<Format>(word(packed, v), scales, half, a);
+        weights_of_rows<Format>(word_of(packed.codes, v), scales, half, a);
     }
 
   private:
@@ -127,7 +127,8 @@ struct FourBitLinear : Format::Outer, FourBits<Format> {
                               : Order::of_column(block_ + BLOCKS * blocks_ahead) * sizeof(Scale);
         return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead),
                 load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
-                load_scale<Scale>(scales_[0] + ahead), load_scale<Scale>(scales_[1] + ahead)};
+                load_number<sizeof(Scale)>(scales_[0] + ahead),
+                load_number<sizeof(Scale)>(scales_[1] + ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {

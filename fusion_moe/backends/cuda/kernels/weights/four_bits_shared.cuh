@@ -36,36 +36,10 @@ struct TiledCodes {
     u32 scales;  // two as they are stored: of rows r and r + 8
 };
 
-__device__ __forceinline__ u32 word(const TiledCodes& packed, int v) {
-    return v == 0   ? packed.codes.x
-           : v == 1 ? packed.codes.y
-           : v == 2 ? packed.codes.z
-                    : packed.codes.w;
-}
-
 // The scales of rows r and r + 8, each in both halves of a word.
 struct PairOfScales {
     u32 low, high;
 };
-
-// Loads a stored scale, which has one byte or two.
-template <class Scale>
-__device__ __forceinline__ u32 load_scale(const u8* p) {
-    return sizeof(Scale) == 1 ? load_no_allocate_1(p) : load_no_allocate_2(p);
-}
-
-template <class Scale>
-__device__ __forceinline__ u32 load_two_scales(const u8* p) {
-    return sizeof(Scale) == 1 ? load_no_allocate_2(p) : load_no_allocate_4(p);
-}
-
-template <class Scale>
-__device__ __forceinline__ u32 two_scales(const u8* shared) {
-    if constexpr (sizeof(Scale) == 1)
-        return *reinterpret_cast<const u16*>(shared);
-    else
-        return *reinterpret_cast<const u32*>(shared);
-}
 
 // The scales of rows r and r + 8, from a word with one in each half.
 template <class Format>
@@ -106,13 +80,13 @@ struct FourBitShared {
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         return {*reinterpret_cast<const uint4*>(all_codes + codes),
-                two_scales<typename Format::Scale>(all_scales + scales)};
+                read_shared<2 * sizeof(typename Format::Scale)>(all_scales + scales)};
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
         const auto scales = scales_of_rows<Format>(Format::ready(packed.scales, 0));
-        weights_of_rows<Format>(word(packed, v), scales, 0, a);
-        weights_of_rows<Format>(word(packed, v), scales, 1, a + 2);
+        weights_of_rows<Format>(word_of(packed.codes, v), scales, 0, a);
+        weights_of_rows<Format>(word_of(packed.codes, v), scales, 1, a + 2);
     }
 };
 

@@ -58,9 +58,7 @@ struct Int4<bf16> {
     }
 
     static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {
-        const u32 codes = nibbles_of_byte(byte);
-        return row_8 ? fma_pair<bf16>(codes, scales.high, scales.offset_high)
-                     : fma_pair<bf16>(codes, scales.low, scales.offset_low);
+        return weights(nibbles_of_byte(byte), scales, row_8);
     }
 
   private:

@@ -9,6 +9,7 @@
 // zero points are stored in pairs, of which Which says what a pair of columns has.
 #pragma once
 
+#include "choose.cuh"
 #include "weights/four_bits_shared.cuh"
 #include "weights/reader.cuh"
 
@@ -122,15 +123,6 @@ struct PairsOf<bf16, E, f16> : PairsInBf16<E, f16> {
 
 template <class>
 using Exists = void;
-
-template <bool FIRST, class A, class B>
-struct Choose {
-    using Type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-    using Type = B;
-};
 
 template <class T, class E, class = void>
 struct Pairs {

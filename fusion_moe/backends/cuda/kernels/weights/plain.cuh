@@ -147,10 +147,7 @@ struct PlainLinear : NoOuterScale {
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v,
                                                       int half, u32* a) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4& pairs = packed.row[i][half];
-            a[i] = v == 0 ? pairs.x : v == 1 ? pairs.y : v == 2 ? pairs.z : pairs.w;
-        }
+        for (int i = 0; i < 2; ++i) a[i] = word_of(packed.row[i][half], v);
     }
 
   private:

@@ -34,6 +34,21 @@ namespace {
 
 constexpr int RUN = 512;  // bytes of a tile that a warp reads or copies at once
 
+__device__ __forceinline__ u32 word_of(const uint4& x, int v) {
+    return v == 0 ? x.x : v == 1 ? x.y : v == 2 ? x.z : x.w;
+}
+
+// A stored scale, as a number of 1, 2 or 4 bytes, from shared memory.
+template <int BYTES>
+__device__ __forceinline__ u32 read_shared(const u8* p) {
+    if constexpr (BYTES == 1)
+        return *p;
+    else if constexpr (BYTES == 2)
+        return *reinterpret_cast<const u16*>(p);
+    else
+        return *reinterpret_cast<const u32*>(p);
+}
+
 // Where the tiles of a matrix's 16 rows begin, from the block-th on.
 template <class Segment>
 __device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) {
