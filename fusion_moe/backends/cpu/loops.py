@@ -69,9 +69,6 @@ def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
 
 
 class _Writer(SegmentWriter):
-    def functions(self) -> list[str]:
-        return []
-
     def body(self) -> list[str]:
         lines: list[str] = []
         for op in self.fusion.ops:

@@ -8,7 +8,7 @@ reference, which raises.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from string import Template
@@ -93,7 +93,7 @@ class Source:
         )
 
 
-class SegmentWriter(Writer):
+class SegmentWriter(Writer, ABC):
     """Writes the struct of a segment. later: the values that are not made yet at the current
     position in the text.
     """

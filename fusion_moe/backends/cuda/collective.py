@@ -47,10 +47,6 @@ class Collective(Source):
         super().__init__(fusion, op.outputs)
         self.grouped = self.sums.values[0] if self.sums else None
 
-    def functions(self) -> list[str]:
-        """C++ functions beside the kernels: none, since the kernels contain everything."""
-        return []
-
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The one that sends, and waits."""
         blocks = _blocks(arch)

@@ -260,10 +260,6 @@ class Wgrad(Source):
         of_operands = (array for operand in self.operands for array in operand.scratch)
         self.scratch += [TILE_COUNTER, *of_operands]
 
-    def functions(self) -> list[str]:
-        """The functions that all kernels of the segment use."""
-        return []
-
     def _make_functions(self) -> list[str]:
         """See kernels/product_wgmma.cuh."""
         plan = self.plan

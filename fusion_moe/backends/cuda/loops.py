@@ -72,10 +72,6 @@ class Loops(Source):
                 raise Inexpressible(op, "a scale has a kernel only with what it is the scale of")
             self.scratch.append(e2m1_copies.scratch(op))
 
-    def functions(self) -> list[str]:
-        """None: its kernels contain everything."""
-        return []
-
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; sums and copies, in order; then the results, with one kernel for all results
         that have as many elements.

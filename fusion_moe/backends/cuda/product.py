@@ -60,10 +60,6 @@ class Product(PlannedSource):
         """As in `Source`: by kernels of variants."""
         return self.by_variants.in_any_order if self.by_variants else None
 
-    def functions(self) -> list[str]:
-        """None: each way has a struct."""
-        return []
-
     def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice of the first way that takes the sizes. A variant that is asked for is looked
         for in those of any number of rows alone.

@@ -8,7 +8,7 @@ indices safe, and report the fault in the word `error`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -174,7 +174,7 @@ def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:
     )
 
 
-class Source(Writer):
+class Source(Writer, ABC):
     """Writes the struct and the kernels of a segment. UnsupportedError with the reason if there are
     none.
 

@@ -61,16 +61,29 @@ class Matrices:
 class OnGpus:
     """What all variants have in common.
 
-    needs: the arch.FEATURES that the kernel uses; per_sm: blocks that a multiprocessor is to have.
+    needs: the arch.FEATURES that the kernel uses; per_sm: blocks that a multiprocessor is to have;
+    cluster: blocks of a cluster, which share a work tile.
     """
 
     needs: tuple[str, ...]
+    template: str  # in `header`
+    header: str
     per_sm: int
+    cluster: int = 1
+    # whether blocks loop over work tiles, and only as many are launched as run at once
+    persistent = True
+    # whether it can read activations in fragment order, which takes fewer instructions
+    reads_fragment_order = False
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         raise NotImplementedError
+
+    @property
+    def prefers_natural_order(self) -> bool:
+        """Whether reading rows in natural order is faster than writing them in fragment order."""
+        return False
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it computes a product of such matrices on a GPU."""
@@ -82,7 +95,16 @@ class OnGpus:
         return arch.why_not(self.needs) or room
 
     def shared(self, arch: Arch) -> int:
-        """Bytes of dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block: the most that it can have, for stages."""
+        return arch.shared_per_block if self.persistent else 0
+
+    def call(self, arch: Arch) -> str:
+        """The call in the kernel."""
+        arguments = ", ".join(map(str, ("Segment", *self.arguments(arch))))
+        return f"{self.template}<{arguments}>::run(s, size_class);"
+
+    def arguments(self, arch: Arch) -> tuple[int | str, ...]:
+        """Those of the template, after the segment."""
         raise NotImplementedError
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
@@ -110,14 +132,8 @@ class SmallM(OnGpus):
     row_order: bool = False
 
     needs = ("mma",)
-    header = "small_m.cuh"
-    cluster = 1  # blocks in a cluster, which share a work tile
-    # whether blocks loop over work tiles, and only as many are launched as run at once
+    template, header = "SmallM", "small_m.cuh"
     persistent = False
-    # whether it can read activations in fragment order, which takes fewer instructions
-    reads_fragment_order = False
-    # whether reading rows in natural order is faster than writing them in fragment order first
-    prefers_natural_order = False
 
     @property
     def warps(self) -> int:
@@ -135,10 +151,6 @@ class SmallM(OnGpus):
         """Blocks that a GPU runs at once."""
         return arch.multiprocessors * self.per_sm
 
-    def shared(self, arch: Arch) -> int:
-        """Bytes of shared memory that a launch asks for."""
-        return 0
-
     @property
     def tile_m(self) -> int:
         """Rows of an M tile."""
@@ -155,18 +167,11 @@ class SmallM(OnGpus):
         tile = f"{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}"
         return f"small_m_{tile}x{self.in_flight}x{self.batch}{'_row' if self.row_order else ''}"
 
-    def call(self, arch: Arch) -> str:
-        """The call in the kernel."""
-        sizes = (
-            self.tiles_m,
-            self.tiles_per_warp,
-            self.split_k,
-            self.in_flight,
-            self.batch,
-            self.warps,
-            *((0, "true") if self.row_order else (self.wave(arch),)),
-        )
-        return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s, size_class);"
+    def arguments(self, arch: Arch) -> tuple[int | str, ...]:
+        """As in `OnGpus`."""
+        last = (0, "true") if self.row_order else (self.wave(arch),)
+        tile = self.tiles_m, self.tiles_per_warp, self.split_k
+        return (*tile, self.in_flight, self.batch, self.warps, *last)
 
     def takes(self, of: Matrices, arch: Arch) -> bool:
         """Whether all of its tiles make whole columns of a result, and registers can hold what is
@@ -207,22 +212,35 @@ class SmallM(OnGpus):
 
 
 @dataclass(frozen=True)
-class LargeM(OnGpus):
+class ManyRows(OnGpus):
+    """Kernels of up to `tile_m` rows of a group, by `consumers` of four warps each, with `repeats`
+    times as many tiles of 16 columns of the product.
+    """
+
+    tile_m: int
+    consumers: int
+    repeats: int = 1
+
+    per_sm = 1
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns of the product that are made at once."""
+        return 4 * self.consumers * self.repeats
+
+
+@dataclass(frozen=True)
+class LargeM(ManyRows):
     """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with
     `repeats` times 64 columns of the product.
 
     cluster: blocks that share such a tile, each with a part of K.
     """
 
-    tile_m: int
-    consumers: int
-    repeats: int = 1
     cluster: int = 1
 
     needs = ("wgmma", "setmaxnreg", "TMA", "clusters")
-    header = "large_m.cuh"
-    per_sm = 1
-    persistent = True
+    template, header = "LargeM", "large_m.cuh"
     reads_fragment_order = True
 
     @property
@@ -238,28 +256,16 @@ class LargeM(OnGpus):
         return 128 * (self.consumers + 1)
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 16 columns of the product that a block makes at once."""
-        return 4 * self.consumers * self.repeats
-
-    @property
     def name(self) -> str:
         """The kernel's name."""
         repeats = f"x{self.repeats}" if self.repeats > 1 else ""
         split_k = f"_k{self.cluster}" if self.cluster > 1 else ""
         return f"large_m_{self.tile_m}x{self.consumers}{repeats}{split_k}"
 
-    def shared(self, arch: Arch) -> int:
-        """Dynamic shared memory per block: the opt-in maximum."""
-        return arch.shared_per_block
-
-    def call(self, arch: Arch) -> str:
-        """The call in the kernel."""
-        split_k = f", {self.cluster}" if self.cluster > 1 else ""
-        return (
-            f"LargeM<Segment, {self.tile_m}, {self.consumers}, "
-            f"{self.repeats}{split_k}>::run(s, size_class);"
-        )
+    def arguments(self, arch: Arch) -> tuple[int | str, ...]:
+        """As in `OnGpus`."""
+        split_k = (self.cluster,) if self.cluster > 1 else ()
+        return self.tile_m, self.consumers, self.repeats, *split_k
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Stages of the ring in shared memory, as kernels/large_m.cuh counts them."""
@@ -321,26 +327,19 @@ class LargeM(OnGpus):
 
 
 @dataclass(frozen=True)
-class LargeMma(OnGpus):
+class LargeMma(ManyRows):
     """kernels/large_mma.cuh: up to `tile_m` rows of a group, by `consumers` times four warps, each
     with `repeats` times 16 columns of the product.
 
     row_order: whether it adds up K as the other kernels do in row order.
     """
 
-    tile_m: int
-    consumers: int
     repeats: int = 2
     row_order: bool = False
 
     needs = ("mma", "cp.async")
-    header = "large_mma.cuh"
-    cluster = 1
-    per_sm = 1
+    template, header = "LargeMma", "large_mma.cuh"
     threads = 256
-    persistent = True
-    reads_fragment_order = False
-    prefers_natural_order = False
 
     @property
     def teams(self) -> int:
@@ -348,27 +347,14 @@ class LargeMma(OnGpus):
         return 2 // self.consumers
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 16 columns of the product that a team makes at once."""
-        return 4 * self.consumers * self.repeats
-
-    @property
     def name(self) -> str:
         """The kernel's name."""
         row = "_row" if self.row_order else ""
         return f"large_mma_{self.tile_m}x{self.consumers}x{self.repeats}{row}"
 
-    def shared(self, arch: Arch) -> int:
-        """Dynamic shared memory per block: the most it can have."""
-        return arch.shared_per_block
-
-    def call(self, arch: Arch) -> str:
-        """The call in the kernel."""
-        row = str(self.row_order).lower()
-        return (
-            f"LargeMma<Segment, {self.tile_m}, {self.consumers}, {self.repeats}, "
-            f"{row}>::run(s, size_class);"
-        )
+    def arguments(self, arch: Arch) -> tuple[int | str, ...]:
+        """As in `OnGpus`."""
+        return self.tile_m, self.consumers, self.repeats, str(self.row_order).lower()
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Stages of the ring in shared memory, at most: kernels/large_mma.cuh has up to six."""

@@ -4,7 +4,6 @@ writes, and elements in them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...ir import Dim, Fusion, Value
@@ -12,7 +11,7 @@ from .elements import Elements, Known, array, array_name, stored
 from .indices import Index, flat, reshaped
 
 
-class Writer(ABC):
+class Writer:
     """Writes the struct of a segment. UnsupportedError with the reason if there is none.
 
     memory: the values that are allocated for a call, including results. names: those of the arrays
@@ -27,9 +26,9 @@ class Writer(ABC):
         self.fusion, self.memory = fusion, tuple(memory)
         self.names = {v: array_name(v) for v in (*fusion.inputs, *memory)} | dict(names or {})
 
-    @abstractmethod
     def functions(self) -> list[str]:
         """The struct's own constants, types and functions."""
+        return []
 
     def members(self) -> list[str]:
         """Sizes, and the arrays of inputs and of allocated values."""
