@@ -6,6 +6,8 @@ experts do.
 from __future__ import annotations
 
 import copy
+import importlib
+import itertools
 import json
 import os
 import runpy
@@ -16,6 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fusions import fusion_of_call
 
 kernels = pytest.importorskip("kernels", "0.17")
 transformers = pytest.importorskip("transformers")
@@ -25,7 +28,8 @@ from kernels._rust import Digest, DigestAlgorithm, Metadata  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
 import fusion_moe  # noqa: E402
-from fusion_moe.encodings import dequantize  # noqa: E402
+from fusion_moe.encodings import dequantize, find  # noqa: E402
+from fusion_moe.ir.text import text  # noqa: E402
 from fusion_moe.nn import contract_of, convert  # noqa: E402
 from fusion_moe.nn.config import CONFIGS  # noqa: E402
 from tests.families.models import AnyConfig, E, K, class_of, randomized  # noqa: E402
@@ -235,6 +239,50 @@ def test_in_one_graph(kernel, repository):
             "default" if rows in (T, 5) else "fail_on_recompile"  # 5: sizes become symbols
         ):
             assert compiled(*some).equal(experts(*some))
+
+
+def cuda_kernels(package: str, program: str) -> dict[tuple[str, str, int], str]:
+    """The text of each kernel that a package launches for a program, by GPU, name and rows; with
+    NVRTC also the file that the last is compiled to, which is named by all that it is made of.
+    """
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(f"{package}.{name}")
+
+    backends, launch, result = module("backends"), module("backends.cuda.launch"), {}
+    target, fusion = backends.TARGETS["cuda"], module("ir.text").parse(program)
+    for segment in module("compile").lower(fusion, target, module("options").Options()).segments:
+        source = backends.emit(segment, target).launch
+        for gpu, rows in itertools.product(("H200", "A100"), (1, 64, 8192)):
+            arch = getattr(module("arch"), gpu)
+            sizes = dict.fromkeys(source.parts.symbols, rows)
+            for kernel in source.choose(sizes, arch).kernels:
+                result[gpu, kernel.name, rows] = kernel.text
+    if not module("runtime.nvrtc").why_missing():
+        result["compiled", kernel.name, rows] = launch.build(kernel, arch).name
+    return result
+
+
+@pytest.mark.parametrize("weight_format", LAYERS)
+def test_a_gpu_gets_the_same_kernels(repository, weight_format):
+    """Those of the installed package, for the experts of Qwen3-30B-A3B."""
+    kernel = kernels.get_local_kernel(repository / "build" / "torch-cuda")
+    encoding, kinds = find(weight_format), (torch.bfloat16, torch.int64, torch.float32)
+    with torch.device("meta"):
+        shapes = (64, 2048), (64, 8), (64, 8)
+        tokens = [torch.empty(s, dtype=kind) for s, kind in zip(shapes, kinds, strict=True)]
+        weights = [
+            [
+                torch.empty(encoding.part_shape(p, (128,), *nk), dtype=p.dtype)
+                for p in encoding.parts
+            ]
+            for nk in ((1536, 2048), (2048, 768))
+        ]
+    how = {"weight_format": weight_format, "weight_layout": "w16x64"}
+    program = text(fusion_of_call("fused_experts", *tokens, *weights, **how))
+    ours = cuda_kernels(kernel.__name__, program)
+    assert len({name for _, name, _ in ours}) > 3
+    assert ours == cuda_kernels("fusion_moe", program)
 
 
 def test_training_is_left_to_transformers(kernel, repository, names):
