@@ -461,10 +461,9 @@ def fused_experts(
         lora_scale: the factor of the adapters.
         straight_through: how weights with masters are differentiated, as in `grouped_mm`. gate_up
             and down may each have one.
-        expert_map: int32 [N], where each of N experts lies: at an index of the E experts here, or,
-        with
-            -1, elsewhere. Slots of experts that are elsewhere add nothing, as with first_expert,
-            which must be None. ids are checked against N.
+        expert_map: int32 [N], where each of N experts lies: its index among the E experts here, or
+            -1 if it is elsewhere: its slots then add nothing, as with first_expert, which must be
+            None. ids are checked against N.
         peers: int64 [R + 4], the memory of R ranks that hold of_experts experts together, each
             those from its first_expert on: the very tensor that
             `parallelize_(dispatch="symmetric")` made, no copy, or, on CPUs, zeros if they share

@@ -321,7 +321,9 @@ def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 
 @contextlib.contextmanager
 def override(**changes: Any) -> Iterator[Options]:
-    """Change options inside a `with` block."""
+    """Changes options inside a `with` block, for this thread: `override(target="reference")`.
+    OptionError for an unknown name; a bad value raises here, or where it is used.
+    """
     changed = current().replace(**changes)
     with using(changed):
         yield changed

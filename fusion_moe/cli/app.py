@@ -41,7 +41,7 @@ class _Commands(TyperGroup):
                 typer.echo(text, err=True)
             else:
                 command = getattr(error.ctx, "command_path", "fusion-moe")
-                text = text.rstrip(".")
+                text = text.rstrip(".").replace("Value error, ", "")
                 say(f"{text[0].lower()}{text[1:]}; {command} --help says what there is")
         except typer.Abort:
             code = STOPPED

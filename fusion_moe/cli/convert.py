@@ -45,7 +45,7 @@ def convert(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
-            help="Of --to dense: float32, as without it, holds every number; others round."
+            help="With --to dense. float32, the default, holds every number; others round."
         ),
     ] = None,
     dry_run: DryRun = False,

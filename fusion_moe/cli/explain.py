@@ -67,7 +67,7 @@ def explain(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     tokens: Annotated[
         int,
-        typer.Option(min=1, help="Of each sequence: one as while generating, more as a prompt."),
+        typer.Option(min=1, help="Of each sequence: 1 is a step of decoding, more are a prompt."),
     ] = 1,
     target: Annotated[
         str,
@@ -76,9 +76,10 @@ def explain(
         ),
     ] = "",
     gpu: Annotated[
-        str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")
+        str,
+        typer.Option(help="Show the CUDA kernels for this GPU, such as H100, which may be absent."),
     ] = "",
-    details: Annotated[bool, typer.Option("--details", help="Print all of the report.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="Print the whole report.")] = False,
     save: Annotated[
         Path | None, typer.Option(help="A file to write: .html, .json or .txt.")
     ] = None,

@@ -115,9 +115,7 @@ def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -
     used = {entry.name for weight in weights.values() for entry in weight.entries.values()}
     for entry in (entry for name, entry in entries.items() if name not in used):
         dtype = entry.kind or str(entry.dtype).removeprefix("torch.")
-        role = (
-            "what no weight needs" if entry.name.endswith(KNOWN) else _role(entry.name, "all else")
-        )
+        role = "not used here" if entry.name.endswith(KNOWN) else _role(entry.name, "all else")
         runs = (
             "decoded to floats when it is loaded"
             if role == "experts" and entry.kind

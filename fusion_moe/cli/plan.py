@@ -109,17 +109,26 @@ def plan(
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
     ] = 8192,
-    config: Annotated[str, typer.Option(help="qwen3-30b: its sizes, without a directory.")] = "",
-    train: Annotated[bool, typer.Option("--train", help="Adapters of all experts.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="With --train: of a forward.")] = 4096,
-    rank: Annotated[int, typer.Option(min=1, help="With --train: of adapters.")] = 16,
-    checkpointing: Annotated[bool, typer.Option(help="With --train: of gradients.")] = True,
+    config: Annotated[
+        str, typer.Option(help="With --train, in place of DIR: the sizes of qwen3-30b or tiny.")
+    ] = "",
+    train: Annotated[bool, typer.Option("--train", help="Plan LoRA on all experts.")] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="With --train: tokens of a forward pass.")
+    ] = 4096,
+    rank: Annotated[int, typer.Option(min=1, help="With --train: LoRA's.")] = 16,
+    checkpointing: Annotated[
+        bool, typer.Option(help="With --train: gradient checkpointing.")
+    ] = True,
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="With --train: logits of some tokens at once.")
+        bool, typer.Option("--chunked-loss", help="With --train: logits in chunks of tokens.")
     ] = False,
     link: Annotated[float, typer.Option(help="With --train: GB/s to the GPU.")] = 50.0,
     tflops: Annotated[
-        float, typer.Option(help="With --train: of whole steps. [default: the GPU's]")
+        float,
+        typer.Option(
+            help="With --train: what whole steps reach. [default: the GPU's]", show_default=False
+        ),
     ] = 0.0,
 ) -> Result:
     """What of a model fits on a GPU, and how fast that would be. The rest stays in memory.
@@ -142,7 +151,7 @@ def plan(
     held = None if ram is None else bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
     if (directory is None) != bool(config) or config not in ("", *SIZES) or (config and not train):
         raise OptionError(
-            f"DIR = {directory}, --config = {config!r}",
+            f"DIR {directory or 'missing'}, --config {config or 'missing'}",
             expected=f"a directory or, with --train, --config of {', '.join(SIZES)}",
             where="plan",
         )

@@ -30,7 +30,7 @@ def run(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Chat: a prompt a line, until an empty one.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="To write at most.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="The most to write.")] = 256,
     length: Annotated[
         int, typer.Option(min=2, help="Tokens of the whole conversation, with -i.")
     ] = 4096,
@@ -38,11 +38,11 @@ def run(
         float | None,
         typer.Option(min=0.0, help="0: the likeliest token. [default: what the model's files say]"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of sampling.")] = 0,
     device: Device = "",
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Of GPU 0, such as 20GiB: experts that do not fit stay in memory."),
+        typer.Option(help="How much of GPU 0, such as 20GiB: experts beyond it stay in memory."),
     ] = None,
     offload_folder: Annotated[
         Path | None,

@@ -46,7 +46,7 @@ def verify(
         Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")
     ],
     adapter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="One of PEFT, which is put on the model.")
+        Path | None, typer.Option(metavar="DIR", help="A PEFT adapter to put on the model.")
     ] = None,
 ) -> Verified:
     """What experts of a model are: formats, adapters, what is odd.

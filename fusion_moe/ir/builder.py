@@ -33,12 +33,18 @@ _TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 
 
 class FusionDefinition:
-    """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has
-    one method for each kind.
+    """Builds a program of the IR: inputs, operations, outputs; `fusion()` verifies and returns it.
+
+        fd = fusion_moe.FusionDefinition()
+        x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
+        fd.add_output(fd.ops.silu(x))
+        (y,) = fusion_moe.run(fd.fusion(), [torch.randn(8, 64).bfloat16()])
+
+    `fd.ops` has one method for each operation.
 
     Args:
         places: whether errors say which operation they are about. Without, the caller does.
-        by_columns: whether derivatives keep codes along rows by columns, as wgrad reads them.
+        by_columns: for 8-bit training: whether derivatives store codes along rows by columns.
     """
 
     def __init__(self, *, places: bool = True, by_columns: bool = False) -> None:

@@ -23,7 +23,7 @@ def check_skip(skip: Sequence[str], names: Sequence[str] | None, where: str) -> 
     unknown = [p for p in skip if known and not any(fits(name, [p]) for name in known)]
     if isinstance(skip, str) or unknown:
         raise OptionError(
-            f"skip = {skip!r}",
+            f"skip = {skip!r}" if isinstance(skip, str) else f"skip: {unknown[0]!r} fits no module",
             expected="a list of names of modules, in which * stands for any text",
             todo=did_you_mean(unknown[0], known) if unknown else "",
             where=where,

@@ -113,7 +113,7 @@ def config_of(argument: str | QuantizationConfig, where: str) -> QuantizationCon
         raise OptionError(
             f"config = {argument!r}",
             expected=f"one of {', '.join(CONFIGS)}",
-            todo="for it, pass a subclass of fusion_moe.nn.QuantizationConfig with this encoding",
+            todo="subclass fusion_moe.nn.QuantizationConfig for it, and pass that",
             where=where,
         )
     need_one_of("config", argument, CONFIGS, where=where)

@@ -75,8 +75,8 @@ def backend(
 
 
 def enable() -> None:
-    """Adds the pass to every torch.compile with Inductor in this process, under the options now in
-    force, before passes already set.
+    """Has every torch.compile with Inductor in this process fuse as with backend="fusion_moe",
+    under the options now in force, before passes already set.
 
     Called again, it only updates the options. Code that is already compiled stays as it is:
     `torch._dynamo.reset()` discards it.

@@ -190,8 +190,8 @@ def _parameters(given: Tensor | None, count: int, down: Quantized) -> nn.Paramet
 
 
 class NVFP4Experts(Experts):
-    """Experts in NVFP4: uint8 gate_up_proj [E, 2I, H/2] and down_proj [E, H, I/2], e4m3 scales [E,
-    2I, H/16] and [E, H, I/16].
+    """`Experts` in NVFP4, which `from_float` and `quantize_` make. Codes are uint8 gate_up_proj [E,
+    2I, H/2] and down_proj [E, H, I/2], scales of blocks e4m3 [E, 2I, H/16] and [E, H, I/16].
     """
 
     @classmethod
@@ -204,7 +204,8 @@ class NVFP4Experts(Experts):
         scales: str = "max",
     ) -> NVFP4Experts:
         """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, by "max"
-        bit for bit as nvidia-modelopt does. scales: as in `NVFP4Config`.
+        bit for bit as nvidia-modelopt does. scales: as in `NVFP4Config`. ShapeError unless H and I
+        are multiples of 16.
         """
         weights = quantize_gate_up(gate_up, scales), rounded(down, NVFP4, scales=scales)
         made = cls(*weights, activation_format, scale_on)
