@@ -38,7 +38,7 @@ PAGES = (
     "checkpoints.md",
     "start/quickstart.md",
     "start/first_compile.md",
-    *(f"guides/{name}.md" for name in ("generate", "memory", "export", "finetune", "rl")),
+    *(f"guides/{name}.md" for name in ("generate", "export", "finetune", "rl")),
     "guides/distributed.md",
     "guides/cuda_graphs.md",
     "training.md",
