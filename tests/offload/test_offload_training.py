@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusion_moe
+from fusion_moe.bodies.autograd import Step
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.layouts import W16X64
 from fusion_moe.nn import Experts, swiglu
 from fusion_moe.nn.lora.adapter import add_lora_
 from fusion_moe.nn.lora.merging import merge_lora_
@@ -100,6 +102,31 @@ def test_gradients_are_those_of_experts_on_the_device(slots, reentrant):
         for count in (0, 2, 40):  # the second names some of the experts
             want = gradients(plain, count, dtype, step)
             assert_equal(gradients(found, count, dtype, step), want)
+
+
+@pytest.mark.parametrize("layout", ["linear", W16X64.name])
+def test_the_same_programs_run_in_each_layout(layout, monkeypatch):
+    """So a GPU, which chooses kernels by programs and sizes, launches what it launches for experts
+    that are there.
+    """
+    there, away = (experts(E, H, 2 * I) for _ in "ab")
+    there.put_in(layout)
+    away = offloaded(away, 3)
+    away.device.layout = layout
+    of_call, steps = Step.of_call, list[Step]()
+
+    def stop(call: Any) -> None:
+        steps.append(of_call(call))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "of_call", stop)
+    for model in (there, away):
+        adapt(model)
+        with pytest.raises(KeyboardInterrupt):
+            gradients(model, 40, torch.bfloat16)
+    a, b = steps
+    assert f"layout='{layout}'" in a.programs.backward
+    assert a == b
 
 
 def test_without_adapters():
