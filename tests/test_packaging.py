@@ -226,6 +226,36 @@ def test_the_readme_is_short():
     assert len((REPO / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+def test_what_changed_is_short():
+    """Each version, under a heading of its own."""
+    versions = re.split(r"^## \[", (REPO / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert len(versions) > 1
+    assert all(len(version.splitlines()) <= 150 for version in versions)
+
+
+def test_a_wheel_has_native_code_for_pinned_torches():
+    """And of each pin there is one release of torch."""
+    made = run("make", "-n", "dist", "VENV_DIST=.venv-none", cwd=REPO)
+    pinned = {
+        version
+        for file in REPO.glob("constraints*.txt")
+        for version in re.findall("^torch==(.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert set(re.findall(r"/torch-([\d.]+)\b", made)) == pinned
+
+
+def test_an_extra_of_a_plug_in_brings_its_engine_alone(wheel):
+    """Not what transformers needs for other uses: the engine brings the transformers that it
+    takes.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        lines = re.findall("^Requires-Dist: (.*)$", archive.read(name).decode(), re.MULTILINE)
+    always = {re.match("[a-z_-]+", line)[0] for line in lines if "extra ==" not in line}
+    vllm = {re.match("[a-z_-]+", line)[0] for line in lines if "extra == 'vllm'" in line}
+    assert (always, vllm) == ({"torch", "networkx"}, {"vllm"})
+
+
 def test_what_is_cited_is_this_version():
     version = (
         (REPO / "fusion_moe" / "__init__.py")
@@ -345,9 +375,12 @@ def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_p
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL))
     (shown,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    ((folder, what),) = re.findall("--find-links (dist) '(.*?)'", readme)
     site, empty = tmp_path / "site", tmp_path / "empty"
+    (empty / folder).parent.mkdir()
+    (empty / folder).symlink_to(wheel.parent)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    run(*pip, "--no-deps", "--no-index", "--target", site, wheel)
+    run(*pip, "--no-deps", "--no-index", "--target", site, "--find-links", folder, what, cwd=empty)
     shutil.copytree(REPO / "examples" / "tiny_qwen3_moe", empty / "examples" / "tiny_qwen3_moe")
     (tmp_path / "shown.py").write_text(f"{code}print(fusion_moe.__file__)\n", encoding="utf-8")
     there = {"cwd": empty, "PYTHONPATH": str(site)}

@@ -4,8 +4,8 @@ and editable installs, and a program that says what it does, which pip would hid
     python tools/build_kernels.py     # needs no package; the hook then finds them there
 
 An install gets them for each built-in encoding of weights, and for quantizing, for the best kind of
-this CPU; others are compiled when they are first used. What is distributed has every kind of CPU of
-the architecture: where cibuildwheel runs, or with KERNELS_FOR=all. NATIVE_FOR=FOLDER:FOLDER, each
+this CPU; others are compiled when they are first used. What is distributed (make dist) has every
+kind of CPU of the architecture, by KERNELS_FOR=all. NATIVE_FOR=FOLDER:FOLDER, each
 with an installed torch, adds the C++ that runs calls without Python, which fits one release of
 torch. Without a C++ compiler there are none, and the wheel is pure Python: a compiler at the user's
 then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
@@ -61,7 +61,7 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
             "plain torch, slowly, until there is one; python -m fusion_moe.env says so"
         )
         return False
-    if os.environ.get("KERNELS_FOR") == "all" or "CIBUILDWHEEL" in os.environ:
+    if os.environ.get("KERNELS_FOR") == "all":
         wanted = [
             (isa_level, having)
             for isa_level in isa.LEVELS
