@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..backends.cpu.readers import KERNELS as CPU_KERNELS
-from ..runtime import build, native
+from ..runtime import build, native, native_source
 from ..runtime.host_memory import bandwidth
 from ..runtime.launch_plan import counted
 from .pinned import Staging
@@ -139,7 +139,7 @@ def library() -> ctypes.CDLL:
         SOURCE.read_text(encoding="utf-8"),
         name="offload_worker",
         isa_level="generic",
-        include=[KERNELS, CPU_KERNELS, native.INCLUDE],
+        include=[KERNELS, CPU_KERNELS, native_source.INCLUDE],
     )
     address, number = ctypes.c_void_p, ctypes.c_longlong
     for name, takes, gives in (

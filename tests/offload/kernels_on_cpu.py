@@ -10,7 +10,7 @@ from on_cpu import copy
 from fusion_moe.backends.cpu.readers import KERNELS as CPU_KERNELS
 from fusion_moe.backends.cuda.launch import KERNELS as CUDA_KERNELS
 from fusion_moe.offload.worker import KERNELS, SOURCE
-from fusion_moe.runtime.native import INCLUDE
+from fusion_moe.runtime.native_source import INCLUDE
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 
