@@ -117,6 +117,19 @@ def test_variants(repository):
     assert len(ids) == 2
 
 
+def test_a_library_with_state_is_loaded_for_each(kernel):
+    """native.cpp's: in a file of its own, compiled here or with the wheel."""
+    ours, installed = (
+        importlib.import_module(f"{package}.runtime.native")._source()
+        for package in (kernel.__name__, "fusion_moe")
+    )
+    file = installed.came_with().name
+    assert ours.came_with().name == file.replace("native", f"native{kernel.__name__}")
+    shipped = {f"runtime/shipped/{file}": b""}
+    files = TOOL["renamed"](TOOL["sources"]() | shipped, kernel.__name__)
+    assert f"runtime/shipped/{ours.came_with().name}" in files
+
+
 def test_the_id_changes_with_the_sources(repository, tmp_path, monkeypatch):
     monkeypatch.setitem(TOOL["sources"].__globals__, "version", lambda: "7.3.0")
     TOOL["build"](tmp_path)

@@ -35,7 +35,8 @@ VARIANTS = {
 RENAMED = {
     r"torch\.ops\.fusion_moe\b": "torch.ops.{id}",
     r'"fusion_moe(?=::\w|_python"|\.(?:backends|plugins|translators)")': '"{id}',
-    r'(NAMESPACE = |native, |nullptr, )"fusion_moe"': r'\1"{id}"',
+    r'(NAMESPACE = |native, )"fusion_moe"': r'\1"{id}"',
+    '"native",': '"native{id}",',  # its file: one that is loaded twice is shared
     '"fusion_moe_translators"': '__name__.partition(".")[0] + ".translators"',
 }
 # What translators, which may lie anywhere, import.
@@ -68,14 +69,15 @@ def version() -> str:
 
 def renamed(files: Mapping[str, bytes], identifier: str) -> dict[str, bytes]:
     """The files of the variant with this id."""
-    result, counts = dict(files), dict.fromkeys(RENAMED, 0)
-    for name in files:
-        if name.endswith((".py", ".cpp")):
-            text = files[name].decode()
+    result, counts = dict[str, bytes](), dict.fromkeys(RENAMED, 0)
+    for name, data in files.items():
+        if name.endswith(".py"):
+            text = data.decode()
             for pattern, new in RENAMED.items():
                 text, count = re.subn(pattern, new.replace("{id}", identifier), text)
                 counts[pattern] += count
-            result[name] = text.encode()
+            data = text.encode()
+        result[name.replace("shipped/native-", f"shipped/native{identifier}-")] = data
     if unused := [pattern for pattern, count in counts.items() if not count]:
         raise SystemExit(f"nothing fits {unused}: RENAMED is older than what it renames")
     return result
@@ -94,9 +96,9 @@ def build(folder: Path) -> None:
             path = folder / "build" / variant / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        size, kernels = sum(map(len, written.values())), sum(n.endswith(".so") for n in written)
+        size, compiled = sum(map(len, written.values())), sum(n.endswith(".so") for n in written)
         print(
-            f"{folder}/build/{variant}: {size / 2**20:.1f} MiB, {kernels} compiled kernels for "
+            f"{folder}/build/{variant}: {size / 2**20:.1f} MiB, {compiled} compiled libraries for "
             f"CPUs, torch.ops.{identifier}"
         )
     shutil.copy(ROOT / "LICENSE", folder)
