@@ -23,7 +23,9 @@ from fusion_moe.nn import (
     contract_of,
     convert,
     experts_from,
+    quantize_,
 )
+from fusion_moe.nn.conversion import traced_activation
 
 E, K, H, I, T = 4, 2, 64, 64, 11
 
@@ -277,3 +279,14 @@ def test_what_has_no_such_description_is_none():
     assert contract_of(nn.Linear(2, 2)) is None
     assert contract_of(convert(Described())) is None
     assert contract_of(convert(Normed())) is None
+
+
+def test_an_activation_is_traced_once_of_each_module(monkeypatch):
+    """And not again of the copy that is checked before."""
+    traced, columns = [], traced_activation._columns
+    monkeypatch.setattr(
+        traced_activation, "_columns", lambda *args: traced.append(args) or columns(*args)
+    )
+    model = nn.Sequential(Described(), Described())
+    quantize_(model)
+    assert len(traced) == len(model) == 2

@@ -18,6 +18,7 @@ from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
 from .packed_grouped import packed_converter
 from .register import Converter, registered_converter
+from .traced_activation import is_that_of
 
 
 def by_contract(
@@ -126,7 +127,9 @@ def check(module: nn.Module, config: QuantizationConfig | None = None, name: str
     """Raises the errors that `convert` would: converts a copy on the meta device, then checks the
     values.
     """
-    _made(converter_of(module), without_memory(module), config, name)
+    copied = without_memory(module)
+    _made(converter_of(module), copied, config, name)
+    is_that_of(module, copied)
     dims = 2 if type(module) is nn.Linear else 3  # of the weights that are quantized
     for key, parameter in module.named_parameters():
         if parameter.dim() == dims and has_values(parameter.data):

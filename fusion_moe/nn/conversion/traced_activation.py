@@ -78,6 +78,12 @@ def activation_of(module: Any, as_stored: bool = False) -> str | None:
     return cached[1][as_stored]
 
 
+def is_that_of(module: Any, copy: Any) -> None:
+    """The activation of a module is not traced again that a copy of it has."""
+    if copy in _traced:
+        _traced[module] = _numbers(module), _traced[copy][1]
+
+
 # torch.compiler.assume_constant_result or disable, which would import the tracer. What a module's
 # experts compute does not change. Tracers before torch 2.13 take no module as an argument: there
 # the graph breaks.
@@ -105,7 +111,9 @@ def _of_module(module: Any) -> dict[bool, str | None]:
     try:
         with real_tensors():
             columns = _columns(function, parts)
-            return {stored: _text(columns, columns.interleave * stored) for stored in (False, True)}
+            apart = _text(columns, 0)
+            stored = _text(columns, columns.interleave) if columns.interleave else apart
+            return {False: apart, True: stored}
     except Error as error:
         warn_once(
             f"the activation of {type(module).__name__} runs between two products, not inside of "
@@ -118,12 +126,17 @@ def _text(columns: _Columns, interleave: int) -> str:
     """The text of what a graph computes, if it has a derivative. interleave: of the text."""
     parameters = len(columns.parameters)
     text = written(columns.body, columns.parts, interleave, parameters)
+    _need_derivative(text, parameters)
+    return text
+
+
+@lru_cache(maxsize=64)  # all layers of a model have one text
+def _need_derivative(text: str, parameters: int) -> None:
     differentiate(
         read(text).fusion,
         range(1 + parameters),
         names=("the rows", *(f"parameter {i}" for i in range(parameters))),
     )
-    return text
 
 
 def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _Columns:
