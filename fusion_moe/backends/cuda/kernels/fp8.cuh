@@ -128,8 +128,8 @@ struct Fp8Gemm {
     // Copies
     // ---------------------------------------------------------------------------------------------
 
-    struct Copies : Producing<Segment, Shared, Ring> {
-        using Base = Producing<Segment, Shared, Ring>;
+    template <class Base>
+    struct Copies : Base {
         using Base::s, Base::shared, Base::thread, Base::producer, Base::a_map, Base::b_map;
         static constexpr int EACH = TILE_N / PRODUCERS;  // columns of a thread
         WorkTile last{{-1}};
@@ -409,8 +409,8 @@ struct Fp8Gemm {
     };
 
   public:
-    struct Sums : Consuming<Segment, Shared, Ring> {
-        using Base = Consuming<Segment, Shared, Ring>;
+    template <class Base>
+    struct Sums : Base {
         using Base::s, Base::shared, Base::mainloop;
 
         __device__ __forceinline__ void compute(const WorkTile& tile) {

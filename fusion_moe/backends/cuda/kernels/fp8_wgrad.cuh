@@ -70,8 +70,8 @@ struct Fp8Wgrad {
 
   public:
     // By one thread. A stage is empty when the consumers of both blocks have read it.
-    struct Copies : Producing<Segment, Shared, Ring> {
-        using Base = Producing<Segment, Shared, Ring>;
+    template <class Base>
+    struct Copies : Base {
         using Base::s, Base::shared, Base::producer, Base::a_map, Base::b_map;
 
         __device__ __forceinline__ void copy(const typename Schedule::Tile& of) {
@@ -100,8 +100,8 @@ struct Fp8Wgrad {
     // A consumer has half of a tile's columns, a thread four rows and a quarter of these. So it
     // loads a scale of a column for four sums: shared memory, whose 128 bytes a cycle are shared by
     // the tensor cores, copies and registers, bounds the kernel.
-    struct Sums : Consuming<Segment, Shared, Ring> {
-        using Base = Consuming<Segment, Shared, Ring>;
+    template <class Base>
+    struct Sums : Base {
         using Base::s, Base::shared, Base::mainloop;
         const i32 consumer = __shfl_sync(WHOLE_WARP, Base::consumer, 0),  // seen to be uniform
             lane = threadIdx.x % 32, row = place_in_tile(threadIdx.x / 32 % 4 * 16 + lane / 4);

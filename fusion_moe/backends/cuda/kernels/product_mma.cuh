@@ -112,7 +112,7 @@ class MmaPipeline {
             const i32 number = shared.number[i % NUMBERS];
             if (!Schedule::more(shared.scheduler, number)) return;
             const Tile tile = Schedule::tile(shared.scheduler, number);
-            typename Product::Sum to(s, tile);
+            typename Product::Sum to{s, tile};
             typename Product::Sums sum = {};
 #pragma unroll 1
             for (i32 kb = 0; kb < Product::k_blocks(tile); ++kb) {
@@ -313,12 +313,9 @@ struct GroupedWgradMma {
         __device__ __forceinline__ void finish(u32) const {}
     };
 
-    class Sum {
+    struct Sum {
         const Segment& s_;
         const Tile& tile_;
-
-      public:
-        __device__ __forceinline__ Sum(const Segment& s, const Tile& tile) : s_(s), tile_(tile) {}
 
         __device__ __forceinline__ void add(Sums& sum, i32, u32 a, u32 b) const {
             Warp::template multiply<typename Segment::Activation, true, true>(sum, a, b);

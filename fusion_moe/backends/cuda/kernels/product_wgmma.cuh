@@ -242,8 +242,8 @@ struct Consuming {
 //
 //     Shared                                     ring, scheduler and what else is shared
 //     CONSUMER_REGISTERS, PRODUCER_REGISTERS     0: accumulators are so few that nobody gives away
-//     Copies: copy(tile), finish()               Producing; finish: past the last tile
-//     Sums: compute(tile)                        Consuming
+//     Copies<Base>: copy(tile), finish()         Base: Producing; finish: past the last tile
+//     Sums<Base>: compute(tile)                  Base: Consuming
 template <class Product, class Segment>
 __device__ __forceinline__ void run(const Segment& s, const TensorMap* a_map,
                                     const TensorMap* b_map) {
@@ -251,7 +251,8 @@ __device__ __forceinline__ void run(const Segment& s, const TensorMap* a_map,
     using Ring = typename Product::Ring;
     using Schedule = typename Product::Schedule;
     using Tile = typename Schedule::Tile;
-    auto& shared = *reinterpret_cast<typename Product::Shared*>(memory);
+    using Shared = typename Product::Shared;
+    auto& shared = *reinterpret_cast<Shared*>(memory);
     static_assert(sizeof(shared) <= Segment::MAX_SHARED_BYTES);
     static_assert(4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(shared.ring.stage));
     shared.ring.init();
@@ -263,7 +264,8 @@ __device__ __forceinline__ void run(const Segment& s, const TensorMap* a_map,
     constexpr bool TRADES = Product::CONSUMER_REGISTERS > 0;
     if (threadIdx.x < 128 * GEMM_CONSUMERS) {
         if constexpr (TRADES) setmaxnreg_inc<Product::CONSUMER_REGISTERS>();
-        typename Product::Sums sums{{s, shared, i32(threadIdx.x / 128)}};
+        using Base = Consuming<Segment, Shared, Ring>;
+        typename Product::template Sums<Base> sums{{s, shared, i32(threadIdx.x / 128)}};
         typename Ring::Queue::Reader(shared.ring.queue)
             .template for_all<Schedule>(shared.scheduler, [&](const Tile& tile) {
                 mark_tile(threadIdx.x % 128 == 0, false);
@@ -274,7 +276,8 @@ __device__ __forceinline__ void run(const Segment& s, const TensorMap* a_map,
         if constexpr (TRADES) setmaxnreg_dec<Product::PRODUCER_REGISTERS>();
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
         if (thread < Ring::PRODUCERS) {
-            typename Product::Copies copies{{s, shared, a_map, b_map, thread}};
+            using Base = Producing<Segment, Shared, Ring>;
+            typename Product::template Copies<Base> copies{{s, shared, a_map, b_map, thread}};
             typename Ring::Queue::Taker(shared.ring.queue, s, thread == 0)
                 .template for_all<Schedule>(shared.scheduler,
                                             [&](const Tile& tile) { copies.copy(tile); });
@@ -315,8 +318,8 @@ struct GroupedGemm {
         typename Schedule::Scheduler scheduler;
     };
 
-    struct Copies : Producing<Segment, Shared, Ring> {
-        using Base = Producing<Segment, Shared, Ring>;
+    template <class Base>
+    struct Copies : Base {
         using Base::s, Base::thread, Base::producer, Base::a_map, Base::b_map;
         static constexpr u32 BOX_BYTES =
             (Segment::A_BOXES ? sizeof(Stage::a) : 0) + (Segment::B_BOXES ? sizeof(Stage::b) : 0);
@@ -363,8 +366,8 @@ struct GroupedGemm {
         }
     };
 
-    struct Sums : Consuming<Segment, Shared, Ring> {
-        using Base = Consuming<Segment, Shared, Ring>;
+    template <class Base>
+    struct Sums : Base {
         using Base::s, Base::consumer, Base::mainloop;
 
         __device__ __forceinline__ void compute(const Tile& tile) {
@@ -385,7 +388,7 @@ struct GroupedGemm {
                     mainloop.template multiply<T, false, true>(sum, Runs::BLOCKS, consumer);
                     const float factor = runs.factor(i);
 #pragma unroll
-                    for (int c = 0; c < Ring::COLUMNS / 2; ++c) sum[0][c] *= factor;
+                    for (float& each : sum[0]) each *= factor;
                 }
             }
             using Part = GemmPart<Segment, TILE_N, Ring::COLUMNS>;
@@ -419,8 +422,8 @@ struct GroupedWgrad {
 
     // A group's last block, unless it is whole, is copied row by row: a box would have rows of the
     // next group.
-    struct Copies : Producing<Segment, Shared, Ring> {
-        using Base = Producing<Segment, Shared, Ring>;
+    template <class Base>
+    struct Copies : Base {
         using Base::s, Base::thread, Base::producer, Base::a_map, Base::b_map;
         ARows<Segment, TILE_M, GEMM_PRODUCERS, !A, 4> a_rows{s, thread};
         BRows<Segment, TILE_N, GEMM_PRODUCERS, !B, 4> b_rows{s, thread};
@@ -456,8 +459,8 @@ struct GroupedWgrad {
         }
     };
 
-    struct Sums : Consuming<Segment, Shared, Ring> {
-        using Base = Consuming<Segment, Shared, Ring>;
+    template <class Base>
+    struct Sums : Base {
         using Base::s, Base::consumer, Base::mainloop;
 
         __device__ __forceinline__ void compute(const Tile& tile) {

@@ -58,9 +58,7 @@ struct PlainTiled : NoOuterScale {
     template <bool FRAGMENT_ORDER>
     using Shared = PlainShared<FRAGMENT_ORDER>;
 
-    struct Packed {
-        uint4 step[4];
-    };
+    using Packed = typename PlainShared<true>::Packed;
     struct Scales {};
 
     template <class Segment>
