@@ -160,5 +160,6 @@ def need_one_of(
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Advice about an unknown name: "did you mean 'y'?", or "" if no known name resembles it."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]!r}?" if near else ""
+    spelled = {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(name.casefold(), list(spelled), 1)
+    return f"did you mean {spelled[near[0]]!r}?" if near else ""

@@ -19,6 +19,7 @@ import functools
 import os
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -252,6 +253,20 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     return dataclasses.replace(Options(), **results)
 
 
+class _Module(types.ModuleType):
+    """Refuses `options.target = "cpu"`, which would change nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIELDS:
+            raise OptionError(
+                f"options.{name} = {value!r}",
+                expected=f"with fusion_moe.options.override({name}={value!r}):",
+                todo=f"for a whole process, set {_PREFIX}{name.upper()} before it starts",
+            )
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Module
 _of_process = from_environment()
 _current: contextvars.ContextVar[Options] = contextvars.ContextVar(
     "fusion_moe_options", default=_of_process

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_moe import options
-from fusion_moe.errors import OptionError
+from fusion_moe.errors import OptionError, did_you_mean
 
 
 @pytest.mark.parametrize("value", ["launches", "launch,", "launch, compile"])
@@ -14,6 +14,19 @@ def test_a_word_that_no_option_knows(value):
     with pytest.raises(OptionError, match="option log = '.*'; expected one of passes, segments"):
         options.Options().replace(log=value)
     assert options.Options().replace(log="launch,compile").log == "launch,compile"
+
+
+def test_an_option_is_not_assigned():
+    before = options.current()
+    for name in "target", "check":
+        with pytest.raises(OptionError, match=rf"override\({name}=1\).*FUSION_MOE_{name.upper()}"):
+            setattr(options, name, 1)
+    assert options.current() == before
+
+
+def test_names_in_other_letters_are_near():
+    assert did_you_mean("NVFP4", ["int4", "nvfp4"]) == "did you mean 'nvfp4'?"
+    assert did_you_mean("rtx 3090", ["RTX 3090"]) == "did you mean 'RTX 3090'?"
 
 
 def test_log(capfd):

@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import os
 import pickle
+import pkgutil
+import re
 import subprocess
 import sys
 from functools import cache
@@ -54,6 +56,7 @@ MISTAKES = {
     "fd.ops.route(a)": "groups",
 }
 
+NO_NAMES = {"fusion_moe.translators", "fusion_moe.compare"}  # entry points, a schema
 CHECKERS = {
     "pyright": ("pyright", "--pythonpath", sys.executable),
     "mypy": ("mypy", "--follow-imports=silent", "--no-error-summary", "--cache-dir"),
@@ -121,6 +124,28 @@ def test_objects_pickled_by_short_names_are_those_of_the_long():
 
     old = b"cfusion_moe.distributed.clip\nclip_grad_norm_\n."
     assert pickle.loads(old) is clip_grad_norm_
+
+
+def test_what_messages_and_pages_name_is_there():
+    pytest.importorskip("transformers")
+    root = Path(fusion_moe.__file__).parents[1]
+    files = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("fusion_moe/**/*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    name = re.compile(r"(?<![\w./])fusion_moe(?:\.[a-zA-Z]\w*)+(?![/\w])")  # no schema, x/1
+    assert not {
+        (file, one)
+        for file, text in texts.items()
+        for one in set(name.findall(text)) - NO_NAMES
+        if not one.endswith((".NAME", ".py", ".svg", ".default")) and not _is_there(one)
+    }
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 def test_a_misspelled_name_is_an_error():

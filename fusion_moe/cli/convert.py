@@ -57,7 +57,7 @@ def convert(
     if dtype is not None and to != "dense":
         raise OptionError(
             f"--dtype {dtype} with --to {to}",
-            expected="--to dense, which alone it applies to",
+            expected="--to dense with it",
             where="convert",
         )
     check_checkpoint(src)

@@ -156,7 +156,7 @@ def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
         raise UnsupportedError(
             f"no experts but {', '.join(kinds)}",
             expected="experts in floating point, which train",
-            todo="load the model in floating point; or train adapters, with fusion_moe.add_lora_",
+            todo="load the model in floating point; or train adapters: fusion_moe.nn.add_lora_",
             where=where,
         )
     if there and not trained:
@@ -186,6 +186,8 @@ def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
         "no experts that can be quantized; modules with 3-D weights: "
         f"{', '.join(sorted(others)) or 'none'}",
         expected=f"{DECORATED}, or {known_names()}",
-        todo=how_to_register(unknown),
+        todo=how_to_register(unknown)
+        if others or trained
+        else "linear=True takes linear layers; fusion_moe.register_converter adds other experts",
         where=where,
     )
