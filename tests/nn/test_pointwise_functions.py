@@ -76,10 +76,17 @@ TWO = {
 # inside of which a function is computed; others anywhere
 WITHIN = dict.fromkeys(("asin", "acos", "atanh"), 0.9) | {"log1p": 0.9}
 POSITIVE = ("sqrt",)
+# where functions of one argument are pieced together
+JOINTS = [0.0, *(s * x for x in (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0) for s in (-1, 1))]
+# whose derivative there is that of clamp, which torch's versions disagree on, or none
+UNLIKE = ("relu6", "hardtanh", "hardswish", "hardsigmoid", "clamp of tensors", "zeros_like", "sgn")
 
 
 def columns(name, parts):
-    x = torch.linspace(-3.2, 3.1, 96).reshape(3, 32)
+    x = torch.linspace(-3.2, 3.1, 96)
+    if parts == 1 and name not in UNLIKE:
+        x[: len(JOINTS)] = torch.tensor(JOINTS)
+    x = x.reshape(3, 32)
     x = (x * WITHIN[name] / 3.2) if name in WITHIN else x.abs() + 0.1 if name in POSITIVE else x
     x = x[:, torch.randperm(32, generator=torch.Generator().manual_seed(0))]
     return [t.clone().requires_grad_() for t in x.chunk(parts, 1)]

@@ -29,6 +29,7 @@ from fusion_moe.ir.types import INTS, Dim, TensorType, accumulated, plain
 from . import arguments
 from .arguments import shown
 from .lora import Adapter, adapter, low_rank
+from .pointwise import softplus
 from .weights import is_plain, packed, weight_type
 
 # those of recipes, and int8, round weights too
@@ -305,12 +306,8 @@ def fused_compute_score_for_moe_aux_loss(
 
 
 def _sqrtsoftplus(fd: FusionDefinition, x: Value) -> Value:
-    """The root of log(1 + exp(x)), which from 20 on is x, as in torch. The root of 0 would have no
-    derivative.
-    """
-    small = fd.ops.log1p(fd.ops.exp(fd.ops.minimum(x, 20.0)))
-    softplus = fd.ops.where(x > 20.0, x, small)
-    return fd.ops.sqrt(fd.ops.maximum(softplus, 2.0**-126))
+    """The root of softplus. The root of 0 would have no derivative."""
+    return fd.ops.sqrt(fd.ops.maximum(softplus(fd.ops, x), 2.0**-126))
 
 
 # softmax aside, what is divided by its sum

@@ -215,9 +215,14 @@ def in_f32(fd: FusionDefinition, x: Value) -> Value:
 @translator("aten::log_sigmoid_forward")
 def log_sigmoid(fd: FusionDefinition, x: Value) -> tuple[Value, Value]:
     """log(sigmoid(x)), and what torch saves beside it, which nothing reads"""
-    wide = in_f32(fd, x)
-    y = fd.ops.minimum(wide, 0.0) - fd.ops.log1p(fd.ops.exp(-abs(wide)))
-    return fd.ops.cast(y, dtype=x.type.dtype), x
+    return fd.ops.cast(-softplus(fd.ops, -in_f32(fd, x)), dtype=x.type.dtype), x
+
+
+def softplus(ops: Any, x: Value) -> Value:
+    """log(1 + exp(x)), which from 20 on is x, as in torch. The bound lies beyond 20: what gradient
+    an element has that equals it depends on torch's version.
+    """
+    return ops.where(x > 20.0, x, ops.log1p(ops.exp(ops.minimum(x, 21.0))))
 
 
 def _sign(ops: Any, x: Value) -> Value:
@@ -230,8 +235,21 @@ def _trunc(ops: Any, x: Value) -> Value:
 
 
 def _asinh(ops: Any, x: Value) -> Value:
-    square = x * x
-    return _sign(ops, x) * ops.log1p(abs(x) + square / (ops.sqrt(square + 1.0) + 1.0))
+    """Not by abs, whose derivative is 0 at 0."""
+    square, below = x * x, x < 0.0
+    y = ops.log1p(ops.where(below, -x, x) + square / (ops.sqrt(square + 1.0) + 1.0))
+    return ops.where(below, -y, y)
+
+
+def _asin(ops: Any, x: Value) -> Value:
+    return 2.0 * ops.atan(x / (ops.sqrt(1.0 - x * x) + 1.0))
+
+
+def _sinc(ops: Any, x: Value) -> Value:
+    """Never by 0: the gradient of what `where` leaves out would be NaN, not 0."""
+    zero = ops.eq(x, 0.0)
+    angle = ops.where(zero, 1.0, x) * math.pi
+    return ops.where(zero, 1.0, ops.sin(angle) / angle)
 
 
 # of floats, computed in float32 and rounded once
@@ -244,8 +262,9 @@ _COMPOSED: dict[str, Callable[[Any, Value], Value]] = {
     "cosh": lambda ops, x: (ops.exp(x) + ops.exp(-x)) * 0.5,
     "asinh": _asinh,
     "atanh": lambda ops, x: (ops.log1p(x) - ops.log1p(-x)) * 0.5,
-    "asin": lambda ops, x: ops.atan(x / ops.sqrt(1.0 - x * x)),
-    "acos": lambda ops, x: math.pi / 2 - ops.atan(x / ops.sqrt(1.0 - x * x)),
+    "asin": _asin,
+    "acos": lambda ops, x: math.pi / 2 - _asin(ops, x),
+    "sinc": _sinc,
     "sign": _sign,
     "ceil": lambda ops, x: -ops.floor(-x),
     "trunc": _trunc,
@@ -264,7 +283,7 @@ def _composed(name: str) -> Callable[..., Value]:
 
 for _name in _COMPOSED:
     translator(f"aten::{_name}")(_composed(_name))
-    if _name != "frac":
+    if _name not in ("frac", "sinc"):
         translator(f"prims::{_name}")(_composed(_name))
 
 
