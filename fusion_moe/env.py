@@ -47,9 +47,9 @@ class Check:
 @dataclass(frozen=True)
 class Environment:
     """versions: of packages, "" if one is not installed; options: those that differ from the
-    defaults; runs: what multiplies by weights here, "" if nothing can be compiled: plain torch
-    computes everything but the prebuilt grouped products; problems: of options and of environment
-    variables that look like one.
+    defaults; runs: what multiplies by weights here, "" if nothing can be compiled and not all
+    prebuilt products came: plain torch computes what they do not; problems: of options and of
+    environment variables that look like one.
     """
 
     versions: dict[str, str]
@@ -72,8 +72,8 @@ class Environment:
             ("all", "as by default")
         ]
         nothing = (
-            "problem: nothing can be compiled here; plain torch computes everything but the "
-            "prebuilt grouped products, slowly"
+            "problem: nothing can be compiled here; plain torch computes everything but products "
+            "that came with the package, slowly"
         )
         parts = [
             "\n".join(
@@ -101,7 +101,7 @@ def environment() -> Environment:
         *_isa_levels(),
         _numa(),
         _compiler(),
-        _prebuilt(),
+        prebuilt := _prebuilt(),
         _native(),
         _gpu(),
         _nvrtc(),
@@ -109,14 +109,13 @@ def environment() -> Environment:
         _cache(),
     )
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
-    compiler = build.find_compiler()
-    runs = (
-        f"CUDA kernels on {torch.cuda.get_device_name()}"
-        if has_cuda()
-        else (f"C++ kernels for {_isa_level()}")
-        if compiler
-        else ""
-    )
+    runs = ""
+    if has_cuda():
+        runs = f"CUDA kernels on {torch.cuda.get_device_name()}"
+    elif build.find_compiler():
+        runs = f"C++ kernels for {_isa_level()}"
+    elif prebuilt.there:
+        runs = f"prebuilt C++ products for {_isa_level()}, plain torch around them: no C++ compiler"
     return Environment(versions, _changed_options(), checks, runs, tuple(_problems()))
 
 
@@ -199,13 +198,10 @@ def _prebuilt() -> Check:
     compiler are none.
     """
     isa_level = _isa_level()
-    files = [
-        readers.library_source(isa_level, encoding).came_with() for encoding in readers.BUILT_IN
-    ]
-    came = sum(file is not None and file.is_file() for file in files)
-    if came == len(files):
+    came = sum(readers.came(isa_level, encoding) for encoding in readers.BUILT_IN)
+    if came == len(readers.BUILT_IN):
         return Check("prebuilt products", True, f"{came}, for {isa_level}")
-    text = f"{came} of {len(files)} for {isa_level} came with this installation"
+    text = f"{came} of {len(readers.BUILT_IN)} for {isa_level} came with this installation"
     if build.find_compiler():
         return Check("prebuilt products", False, f"{text}; others are compiled when first used")
     todo = "install a C++ compiler, or a wheel that was built with one"

@@ -137,9 +137,12 @@ def kernels_for(encoding: Encoding) -> str:
         cpu.reader_of(encoding.name)
     except UnsupportedError:
         return "plain torch: no kernel reads it"
-    if build.find_compiler() is None:
-        return "plain torch, or C++ that came with the package: no compiler"
-    return f"C++, {isa.selected()}"
+    isa_level = isa.selected()
+    if build.find_compiler():
+        return f"C++, {isa_level}"
+    if cpu.came(isa_level, encoding.name):
+        return f"prebuilt C++, {isa_level}, plain torch around it: no compiler"
+    return "plain torch: no compiler"
 
 
 def is_expert(name: str) -> bool:

@@ -215,8 +215,8 @@ def why_no_compiler() -> str:
 def warn_of_no_compiler() -> None:
     """Warns once about the consequences."""
     warn_once(
-        f"{why_no_compiler()}; plain torch computes everything but the prebuilt grouped "
-        "products, slowly",
+        f"{why_no_compiler()}; plain torch computes everything but products that came with the "
+        "package, more slowly",
         about="no compiler",
     )
 

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.backends.cpu import readers
 from fusion_moe.cli.app import app
+from fusion_moe.cli.inspect_directory import kernels_for
+from fusion_moe.encodings import NVFP4
 from fusion_moe.runtime import build, isa
 
 
@@ -38,12 +41,25 @@ def test_this_machine():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA kernels run here")
-def test_without_a_compiler_nothing_runs():
-    code, shown = found(PATH="/nowhere", CXX="")
+def test_without_a_compiler_what_came_with_the_package_runs(monkeypatch, tmp_path):
+    """If nothing came, nothing runs. What commands say of an encoding agrees."""
+    no_compiler = {"PATH": "/nowhere", "CXX": ""}
+    monkeypatch.setattr(readers, "SHIPPED", tmp_path)
+    code, shown = found(**no_compiler)
     assert (code, shown["runs"]) == (1, "")
-    text = CliRunner(env={"PATH": "/nowhere", "CXX": ""}).invoke(app, ["doctor"])
+    text = CliRunner(env=no_compiler).invoke(app, ["doctor"])
     assert text.exit_code == 1
     assert text.stdout.startswith("problem: nothing can be compiled here")
+    for encoding in readers.BUILT_IN:
+        readers.library_source(isa.selected(), encoding).came_with().touch()
+    code, shown = found(**no_compiler)
+    prebuilt = f"prebuilt C++ products for {isa.selected()}, plain torch around them"
+    assert (code, shown["runs"].partition(":")[0]) == (0, prebuilt)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "find_compiler", lambda: None)
+        assert kernels_for(NVFP4).startswith(f"prebuilt C++, {isa.selected()}")
+        readers.library_source(isa.selected(), "nvfp4").came_with().unlink()
+        assert kernels_for(NVFP4) == "plain torch: no compiler"
 
 
 @pytest.mark.compiler

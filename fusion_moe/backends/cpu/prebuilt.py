@@ -21,7 +21,7 @@ from ...ir.kinds.quantized import linear
 from ...layouts import check_ends
 from ...runtime import build, isa
 from ...schedule.product import main_and_added, products
-from .readers import PARTS, library_source
+from .readers import PARTS, came, library_source
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
@@ -49,8 +49,7 @@ def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
         raise UnsupportedError(
             f"{build.why_no_compiler()}; no products of {operands} operands came with the package"
         )
-    came = library_source(isa_level, encoding.name).came_with()
-    if came is None or not came.is_file():
+    if not came(isa_level, encoding.name):
         raise UnsupportedError(
             f"{build.why_no_compiler()}; this installation has no prebuilt "
             f"kernels of {encoding.name} for {isa_level}"

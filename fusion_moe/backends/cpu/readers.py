@@ -209,6 +209,14 @@ def library_source(
     return build.LibrarySource(text, name, isa_level, (KERNELS,), shipped=SHIPPED)
 
 
+def came(isa_level: str, encoding: str) -> bool:
+    """Whether the library of products for an ISA level and an encoding came with the package, for
+    this CPU. UnsupportedError for an encoding without a reader.
+    """
+    path = library_source(isa_level, encoding).came_with()
+    return path is not None and path.is_file()
+
+
 def blocks_source(isa_level: str) -> build.LibrarySource:
     """The same for the library of kernels/blocks.cpp, which quantizes weights."""
     text = (KERNELS / "blocks.cpp").read_text(encoding="utf-8")
