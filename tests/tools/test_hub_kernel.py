@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 from fusions import fusion_of_call
+from torch.torch_version import TorchVersion
 
 kernels = pytest.importorskip("kernels", "0.17")
 transformers = pytest.importorskip("transformers")
@@ -136,6 +137,9 @@ def test_the_id_changes_with_the_sources(repository, tmp_path, monkeypatch):
     file = Path("build", "torch-cpu", "metadata.json")
     old, new = (json.loads((folder / file).read_text()) for folder in (repository, tmp_path))
     assert (new["version"], new["id"] != old["id"]) == (7, True)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
+    with pytest.raises(ImportError, match="needs torch 2.10"):
+        kernels.get_local_kernel(tmp_path)
 
 
 WITHOUT = """
@@ -184,7 +188,7 @@ def test_by_name_where_fusion_moe_cannot_be_imported(repository, tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weight_format", LAYERS)
 @torch.no_grad()
-def test_layer(repository, weight_format, device):
+def test_layer(kernel, repository, weight_format, device):
     """Bit for bit what the installed package computes; beside float64 at most 1.1 times the error
     of transformers' own experts in bf16 with the same rounded weights, and 2**-7 in all.
     """
@@ -194,6 +198,9 @@ def test_layer(repository, weight_format, device):
     want = judge(*(t.double() if t.is_floating_point() else t for t in arguments))
     theirs = judge.bfloat16()(*arguments)
     kernelized(experts, repository, layer, Mode.INFERENCE)
+    options = importlib.import_module(f"{kernel.__name__}.options")
+    with options.override(native_calls=False), kernel.preparing():  # weights are rounded there too
+        experts(*arguments)
     got = experts(*arguments)
     assert got.equal(convert(experts, CONFIGS[weight_format]())(*arguments))
     far, limit = (((y - want).norm() / want.norm()).item() for y in (got, theirs))

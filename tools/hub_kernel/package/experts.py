@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import plugins
+from . import options, plugins
 from .encodings import Quantized, dequantize as _dequantize, find, quantize_weight
 from .errors import UnsupportedError, need_one_of
 from .nn import convert, quantize_
 from .nn.config import CONFIGS
+from .runtime.precompile import NOTED
 
 __all__ = ["FORMATS", "dequantize", "experts_forward", "quantize", "quantize_", "register_experts"]
 
@@ -63,7 +64,7 @@ def _state(weight_format: str, module: nn.Module) -> tuple[Any, ...]:
 
 
 def _round(weight_format: str, module: nn.Module) -> tuple[Any, nn.Module]:
-    with torch.no_grad():
+    with torch.no_grad(), options.during(NOTED, None):  # not zeros where kernels are prepared
         experts = convert(module, CONFIGS[weight_format]()).eval()
     setattr(module, _KEPT, rounded := (_state(weight_format, module), experts))  # no submodule
     return rounded
