@@ -2,11 +2,15 @@
 but the extra `cuda`.
 
     python benchmarks/cuda_compile.py [--gpu H200] [--model qwen3] [--tokens 1 8 32 128 512 2048]
+    python benchmarks/cuda_compile.py --phases [--model qwen3]
     python benchmarks/cuda_compile.py --waits [--model qwen3]      # on a GPU
 
 Each count: its kernels one after the other, and all together as `fusion_moe.preparing` compiles
 them, with an empty cache each time. Then all counts together. Kernels that counts share are
 compiled once.
+
+--phases: CPU seconds of each kernel that calls of any count need, medians of five compilations, in
+NVRTC's phases: the C++ front end, of which a process runs one at a time; NVVM; and ptxas.
 
 --waits: how long calls of 80 counts, in an order that was drawn once, wait on the host, in a
 process with an empty cache: by default, without `compile_ahead`, and after `preparing("all")`.
@@ -15,14 +19,17 @@ process with an empty cache: by default, without `compile_ahead`, and after `pre
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from h200_cells import MODELS
@@ -32,7 +39,8 @@ from fusion_moe import options
 from fusion_moe.arch import KNOWN, Arch
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda.choose import Choice
-from fusion_moe.backends.cuda.launch import Call, build
+from fusion_moe.backends.cuda.launch import KERNELS, Call, build
+from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.compile import compile_fusion
 from fusion_moe.definitions.operations import (
     SPECS,
@@ -41,8 +49,9 @@ from fusion_moe.definitions.operations import (
     fusion_of,
 )
 from fusion_moe.nn import NVFP4Experts
+from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.host_memory.bandwidth import cpus
-from fusion_moe.runtime.precompile import run_builds
+from fusion_moe.runtime.precompile import _one_for_each, run_builds
 
 
 def codes(e: int, n: int, k: int) -> torch.Tensor:
@@ -98,6 +107,43 @@ def together(choices: Iterable[Choice]) -> tuple[int, float]:
     return len(kernels), time.perf_counter() - start
 
 
+def phases(kernel: KernelSource, arch: Arch) -> list[float]:
+    """CPU seconds of a kernel's front end, NVVM and ptxas, once: those of the thread, divided as
+    NVRTC's clock divides them.
+    """
+    with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
+        report, headers = Path(folder, "phases.csv"), nvrtc.headers(KERNELS)
+        flags, start = (f"--time={report}",), time.thread_time()
+        nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=headers, flags=flags)
+        seconds = time.thread_time() - start
+        _, *rows = csv.reader(report.read_text().splitlines())
+    of_clock = [float(row[2]) for row in rows]
+    return [seconds * part / sum(of_clock) for part in of_clock]
+
+
+def all_phases(call: Call, symbol: str, arch: Arch) -> None:
+    """Prints the phases of all kernels that calls of any count need."""
+
+    def choice(tokens: int) -> Choice:
+        return call.choose({symbol: tokens}, arch)
+
+    counts = _one_for_each(lambda n: frozenset(kernel.text for kernel in choice(n).kernels))
+    kernels = {kernel.text: kernel for n in counts for kernel in choice(n).kernels}
+    total = [0.0, 0.0, 0.0]
+    for kernel in kernels.values():
+        runs = [phases(kernel, arch) for _ in range(5)]
+        parts = [statistics.median(run[i] for run in runs) for i in range(3)]
+        total = [a + b for a, b in zip(total, parts, strict=True)]
+        print(kernel.title, *(f"{part:.3f}" for part in parts), flush=True)
+    print(
+        f"{len(kernels)} kernels, NVRTC {nvrtc.version()}: {sum(total):.1f} s of one CPU, of which "
+        + ", ".join(
+            f"{part / sum(total):.0%} {name}"
+            for name, part in zip(("front end", "NVVM", "ptxas"), total, strict=True)
+        )
+    )
+
+
 WAYS: dict[str, dict[str, bool]] = {
     "default": {},
     "no compile_ahead": {"compile_ahead": False},
@@ -150,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--gpu", default="H200", choices=[arch.name for arch in KNOWN.values()])
     parser.add_argument("--model", default="qwen3", choices=list(MODELS))
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--waits", nargs="?", const="all", choices=["all", *WAYS])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048])
     asked = parser.parse_args()
@@ -166,6 +213,9 @@ def main() -> None:
     arch: Arch = next(arch for arch in KNOWN.values() if arch.name == asked.gpu)
     call = call_of(asked.model)
     (symbol,) = call.parts.symbols
+    if asked.phases:
+        all_phases(call, symbol, arch)
+        return
     choices = {tokens: call.choose({symbol: tokens}, arch) for tokens in asked.tokens}
     for tokens, choice in choices.items():
         with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):

@@ -114,14 +114,18 @@ def compile_all(calls: Iterable[Noted]) -> None:
         launch.load(device, sizes)
 
 
-def builds_of_all_sizes(launch: Compiled, device: torch.device, sizes: Sizes) -> list[Build]:
-    """What calls of any sizes in these proportions have to compile, each once; that of the fewest
-    tokens first.
+def builds_of_other_sizes(launch: Compiled, device: torch.device, sizes: Sizes) -> list[Build]:
+    """What calls of any sizes in these proportions have to compile beyond what these sizes need,
+    each once: of few tokens first, which take little and usually follow; then of the most, which
+    take longest.
     """
     units = _units(tuple(sizes.items()))
     counts = _counts(launch, device, units, options.current()) if units else []
-    builds = (b for n in counts for b in launch.builds(device, dict(_scaled(units, n))))
-    return list(dict(builds).items())
+    few = [n for n in counts if n <= _EACH]
+    ordered = [*few, *reversed(counts[len(few) :])]
+    builds = dict(b for n in ordered for b in launch.builds(device, dict(_scaled(units, n))))
+    own = {key for key, _ in launch.builds(device, sizes)} if units else ()
+    return [(key, build) for key, build in builds.items() if key not in own]
 
 
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:

@@ -17,7 +17,7 @@ from fusion_moe.runtime import build
 from fusion_moe.runtime.precompile import (
     _one_for_each,
     _units,
-    builds_of_all_sizes,
+    builds_of_other_sizes,
     compile_all,
 )
 
@@ -126,17 +126,26 @@ def test_all_sizes_are_one_for_each_set_of_kernels():
 
 
 class Bounded:
-    """A launch that needs one of four kernels, by its rows."""
+    """A launch that needs one of five kernels, by its rows."""
 
     def builds(self, device, sizes):
-        kernel = sum(sizes["m"] > bound for bound in (8, 100, 5000))
+        kernel = sum(sizes["m"] > bound for bound in (8, 200, 5000, 6000))
         yield kernel, lambda: kernel
 
 
-def test_builds_of_all_sizes_are_each_there_once():
-    builds = builds_of_all_sizes(Bounded(), torch.device("cpu"), {"t": 3, "m": 6})
-    assert [key for key, _ in builds] == [build() for _, build in builds] == [0, 1, 2, 3]
-    assert builds_of_all_sizes(Bounded(), torch.device("cpu"), {"t": 0, "m": 0}) == []
+@pytest.mark.parametrize(
+    ("tokens", "keys"), [(1, [1, 4, 3, 2]), (20, [0, 4, 3, 2]), (300, [0, 1, 4, 3])]
+)
+def test_builds_of_other_sizes_are_each_there_once(tokens, keys):
+    """Those of few tokens, then the longest first; none that the call compiles itself."""
+    device = torch.device("cpu")
+    builds = builds_of_other_sizes(Bounded(), device, {"t": tokens, "m": 2 * tokens})
+    assert [key for key, _ in builds] == [build() for _, build in builds] == keys
+
+
+def test_no_tokens_have_no_other_sizes():
+    device = torch.device("cpu")
+    assert builds_of_other_sizes(Bounded(), device, {"t": 0, "m": 0}) == []
 
 
 def test_other_sizes_are_in_proportion():

@@ -21,7 +21,7 @@ from ...messages import warn_once
 from ...runtime import background, cuda, dump, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.launch_plan import LaunchPlan, counted
-from ...runtime.precompile import Build, builds_of_all_sizes, run_builds
+from ...runtime.precompile import Build, builds_of_other_sizes, run_builds
 from ...runtime.remembered import Remembered
 from ...schedule.product import products
 from .block_copies import why_slow
@@ -188,7 +188,7 @@ class Call:
         options.log("choice", "%s", choice)
         missing = _missing(choice)
         if missing and options.current().compile_ahead:
-            background.ahead(partial(builds_of_all_sizes, self, device, sizes))
+            background.ahead(partial(builds_of_other_sizes, self, device, sizes))
         if any_size and missing:
             if not _missing(any_size):
                 return self._loaded(any_size, device, sizes, background.start(missing))
