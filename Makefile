@@ -21,8 +21,8 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorde
 FULL_ARGS   ?= $(subst -n logical,-n 1,$(PYTEST_ARGS))
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translators tests/ops
-# The releases of torch that are pinned, which a wheel has native.cpp for.
-TORCHES     := $(sort $(shell sed -n 's/^torch==//p' constraints*.txt))
+# The releases of torch that a wheel has native.cpp for: those that are pinned, and vLLM 0.33's on GPUs.
+TORCHES     := $(sort $(shell sed -n 's/^torch==//p' constraints*.txt) 2.14.0)
 # What clang-format formats.
 CXX_FILES   = $(shell find fusion_moe tests tools -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 DEMO_ARGS   ?=

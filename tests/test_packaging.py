@@ -241,7 +241,7 @@ def test_a_wheel_has_native_code_for_pinned_torches():
         for file in REPO.glob("constraints*.txt")
         for version in re.findall("^torch==(.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert set(re.findall(r"/torch-([\d.]+)\b", made)) == pinned
+    assert set(re.findall(r"/torch-([\d.]+)\b", made)) >= pinned
 
 
 def test_an_extra_of_a_plug_in_brings_its_engine_alone(wheel):
