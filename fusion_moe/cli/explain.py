@@ -107,6 +107,8 @@ def explain(
     if save:
         report.save(save)
     of = f"{count(batch, 'sequence')} of {count(tokens, 'token')}"
+    if getattr(model.config, "_experts_implementation", "") == "fusion_moe":
+        of += ", experts in floats by experts_implementation='fusion_moe'"
     return Explanation(report, of, details, save)
 
 

@@ -52,6 +52,7 @@ def test_products_are_fused_in_the_encoding_of_the_files(name, scale):
     shown = run(str(MADE / name), "--target", "cpu", "--details").stdout
     assert "source lines\n" in shown
     segments, _, types = shown.partition("types\n")
+    assert ("experts_implementation='fusion_moe'" in segments) == name.startswith("bf16")
     assert "route" in segments
     assert segments.count("grouped_mm") >= 2
     assert scale in types.partition("->")[0]
