@@ -76,11 +76,13 @@ for file in sys.argv[1:]:
 """
 
 
-def printed(pages: Sequence[str], have: set[str], folder: Path) -> dict[str, str]:
+def printed(pages: Sequence[str], have: set[str], folder: Path, **others: str) -> dict[str, str]:
     """What each page prints. Of blocks that cannot run there are only the lines, so that all others
-    stand where the reader has them.
+    stand where the reader has them. others: programs that run before, and print too.
     """
-    files = []
+    files = [folder / f"{name}_first.py" for name in others]
+    for file, text in zip(files, others.values(), strict=True):
+        file.write_text(text, encoding="utf-8")
     for page in pages:
         parts = [
             b["code"] if runs(b, have) else "\n" * b["code"].count("\n") for b in blocks_of(page)
@@ -94,7 +96,7 @@ def printed(pages: Sequence[str], have: set[str], folder: Path) -> dict[str, str
         [sys.executable, "-c", RUN, *files], cwd=folder, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(pages, done.stdout.split(LAST)[:-1], strict=True))
+    return dict(zip((*others, *pages), done.stdout.split(LAST)[:-1], strict=True))
 
 
 def runs(block: re.Match[str], have: set[str]) -> bool:
@@ -136,9 +138,10 @@ def check(page: str, have: set[str], out: str, update: bool) -> None:
 
 @pytest.fixture(scope="module")
 def outs(request, tmp_path_factory) -> dict[str, str]:
-    """Of the pages that tests ask for."""
-    pages = [i.callspec.params["page"] for i in request.session.items if "outs" in i.fixturenames]
-    return printed(pages, set(), tmp_path_factory.mktemp("pages"))
+    """Of the pages that tests ask for, and of QUOTED."""
+    items = [i for i in request.session.items if "outs" in i.fixturenames]
+    pages = [i.callspec.params["page"] for i in items if hasattr(i, "callspec")]
+    return printed(pages, set(), tmp_path_factory.mktemp("pages"), quoted=QUOTED)
 
 
 @pytest.mark.once
@@ -215,17 +218,16 @@ def test_messages_are_those_of_the_page():
     assert not missing
 
 
+# Prints the pages that do not quote the code as it is.
+QUOTED = f"""
+import runpy
+pages = runpy.run_path({str(DOCS.parent / "tools" / "reference.py")!r})["pages"]()
+assert len(pages) == 5
+print(*[page for page, text in pages.items() if page.read_text(encoding="utf-8") != text])
+"""
+
+
 @pytest.mark.once
-def test_pages_quote_the_code_as_it_is():
-    """In a process of its own: other tests register operations."""
-    tool = DOCS.parent / "tools" / "reference.py"
-    compare = (
-        f"import runpy; pages = runpy.run_path({str(tool)!r})['pages']()\n"
-        "assert len(pages) == 5\n"
-        "print(*[page for page, text in pages.items() if page.read_text(encoding='utf-8') != text])"
-    )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", compare], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [], "python tools/reference.py"
+def test_pages_quote_the_code_as_it_is(outs):
+    """In a process in which no other test, and no page yet, has registered operations."""
+    assert outs["quoted"].split() == [], "python tools/reference.py"
