@@ -45,7 +45,7 @@ ONE_TORCH = {
 # What it runs of the others without `--all`: where torch's versions differ.
 BY_TORCH = {
     "integrations/thunder",
-    *(f"compile/test_{name}.py" for name in ("edges", "fx_regions", "inductor")),
+    *(f"compile/test_{name}.py" for name in ("fx_regions", "inductor")),
     *(f"ops/test_{name}.py" for name in ("compat", "fakes")),
     *("runtime/test_native.py", "translators/test_aten.py"),
     *("test_docs.py", "test_env.py"),

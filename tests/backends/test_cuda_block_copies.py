@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cover import few
 from fusions import assert_same_bits, numbers_of_all_sizes
 from on_cpu import copy, library, pointer
 from torch import Tensor
@@ -77,7 +78,7 @@ extern "C" void other_way(const u8* codes, const u8* scales, u8* turned, u8* tur
 """
 
 
-@pytest.fixture(scope="module", params=MATRICES, ids=str)
+@pytest.fixture(scope="module", params=few(map(pytest.param, MATRICES), 2), ids=str)
 def sizes(request) -> tuple[int, int]:
     return request.param
 

@@ -66,14 +66,15 @@ def other_weights(floats: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_weights_again_change_nothing(family):
     floats = tiny(family)
-    model, before = quantized(floats), memory(quantized(floats))
+    model = quantized(floats)
+    again, before = copy.deepcopy(model), memory(model)
     for tensors in refits(floats):
         update_weights_(model, tensors)
         assert equal(memory(model), before)
     other = other_weights(floats)
     update_weights_(model, other)
     assert same(model, quantized(other))
-    update_weights_(model, quantized(floats).state_dict())  # parts, with their biases
+    update_weights_(model, again.state_dict())  # parts, with their biases
     assert equal(memory(model), before)
 
 

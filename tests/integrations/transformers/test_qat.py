@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from bad_calls import messages
+from cover import few
 from experts import float_weights
 from tiny_qwen3 import qwen3_moe
 from torch import Tensor, nn
@@ -218,7 +219,7 @@ def test_checkpointing_autocast_and_accumulation():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("kind", "scales"), [("qwen3_moe", "max"), ("gpt_oss", "mse")])
+@pytest.mark.parametrize(("kind", "scales"), few([("qwen3_moe", "max"), ("gpt_oss", "mse")]))
 def test_compiled(kind, scales):
     model, rows = floats(kind), inputs()
     qat_(model, scales=scales)
