@@ -57,11 +57,11 @@ def build(
     target: str, folder: Path, source: Path = REPO, compiler: str = "", kernels: str = ""
 ) -> Path:
     """The wheel, the editable wheel or the sdist, built as pip would, without the network.
-    compiler: what makes the CPU's kernels, and what runs calls with this torch; kernels: for which
-    CPUs.
+    compiler: what makes the CPU's kernels, and what runs calls with the torch that is installed;
+    kernels: for which CPUs.
     """
     environment = {"CXX": compiler} if compiler else {"HATCH_BUILD_NO_HOOKS": "true"}
-    environment |= {"KERNELS_FOR": kernels, "NATIVE_FOR": str(SITE)}
+    environment |= {"KERNELS_FOR": kernels}
     run(
         sys.executable,
         "-m",
@@ -172,8 +172,9 @@ def test_an_install_brings_the_kernels_of_its_own_cpu(target, source, compiler, 
     build(target, tmp_path / "wheel", copied, compiler)
     shipped = {path.name for path in (copied / "fusion_moe/backends/cpu/shipped").iterdir()}
     assert shipped == {source.came_with().name for source in readers.packaged(isa.available()[0])}
-    (calls,) = (copied / "fusion_moe/runtime/shipped").iterdir()
-    assert calls.name == native_source.of_folder(SITE / "torch").came_with().name
+    calls = {path.name for path in copied.glob("fusion_moe/runtime/shipped/*")}
+    with_torch = native_source.of_folder(SITE / "torch").came_with().name
+    assert calls == ({with_torch} if target == "wheel" else set())
 
 
 def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path):

@@ -5,10 +5,10 @@ and editable installs, and a program that says what it does, which pip would hid
 
 An install gets them for each built-in encoding of weights, and for quantizing, for the best kind of
 this CPU; others are compiled when they are first used. What is distributed (make dist) has every
-kind of CPU of the architecture, by KERNELS_FOR=all. NATIVE_FOR=FOLDER:FOLDER, each
-with an installed torch, adds the C++ that runs calls without Python, which fits one release of
-torch. Without a C++ compiler there are none, and the wheel is pure Python: a compiler at the user's
-then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+kind of CPU of the architecture, by KERNELS_FOR=all. The C++ that runs calls without Python fits one
+release of torch: the one that is installed already, or those in NATIVE_FOR=FOLDER:FOLDER. Without a
+C++ compiler there are none, and the wheel is pure Python: a compiler at the user's then builds them
+at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,16 +43,22 @@ SECONDS = 4  # of a core, for a file
 
 class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if compile_all(Path(self.root), self.app.display_info, self.app.display_warning):
+        torches = [] if version == "editable" else _torches()  # its folder serves all torches
+        if compile_all(Path(self.root), self.app.display_info, self.app.display_warning, torches):
             build_data["pure_python"] = False
             build_data["tag"] = (
                 f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
             )
 
 
-def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str], object]) -> bool:
+def compile_all(
+    root: Path,
+    info: Callable[[str], object],
+    warn: Callable[[str], object],
+    torches: Sequence[Path] = (),
+) -> bool:
     """Compiles what is wanted and not there, and removes what is there and not wanted. False
-    without a compiler.
+    without a compiler. torches: packages that calls without Python are wanted for.
     """
     build, isa, readers, messages, native_source = _modules(root)
     if build.find_compiler() is None or sys.platform != "linux":
@@ -73,8 +79,7 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     libraries = [
         (source, having) for isa_level, having in wanted for source in readers.packaged(isa_level)
     ]
-    torches = filter(None, os.environ.get("NATIVE_FOR", "").split(":"))
-    libraries += [(native_source.of_folder(Path(torch) / "torch"), ()) for torch in torches]
+    libraries += [(native_source.of_folder(torch), ()) for torch in torches]
     missing = sum(not source.came_with(having).is_file() for source, having in libraries)
     what = "compiling the CPU's kernels"
     if missing:
@@ -83,7 +88,7 @@ def compile_all(root: Path, info: Callable[[str], object], warn: Callable[[str],
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = pool.map(partial(_ship, build, warn), *zip(*libraries, strict=True))
         made = set(messages.progress(done, what, len(libraries)))
-    for shipped in readers.SHIPPED, native_source.SHIPPED:
+    for shipped in (readers.SHIPPED, native_source.SHIPPED)[: 2 if torches else 1]:
         for old in set(shipped.glob("*.so")) - made:
             old.unlink(missing_ok=True)
     return True
@@ -99,6 +104,15 @@ def _ship(build: Any, warn: Callable[[str], object], source: Any, having: Any) -
     except build.BuildError as error:
         warn(f"no {source.name} for CPUs of the ISA level {source.isa_level}: {error}")
         return None
+
+
+def _torches() -> list[Path]:
+    """The packages in the folders of NATIVE_FOR; without it, the one beside which pip installs: it
+    builds apart from what is installed, by the same interpreter.
+    """
+    folders = os.environ.get("NATIVE_FOR") or sysconfig.get_path("platlib")
+    packages = (Path(folder) / "torch" for folder in folders.split(":"))
+    return [package for package in packages if (package / "version.py").is_file()]
 
 
 def _minutes(files: int) -> str:
