@@ -2,7 +2,7 @@
 // such.
 #pragma once
 
-#include "memory.cuh"
+#include "fragment_order.cuh"
 
 namespace {
 
@@ -41,13 +41,10 @@ __device__ __forceinline__ Vector<T, 8> decoded_piece(const u8* codes, const flo
     const i64 first = 8 * piece, row = first / K;
     const float scale = scales[row * ((K + 127) / 128) + first % K / 128];
     Vector<u16, 4> pairs;
-    if constexpr (FRAGMENT_ORDER) {
-        const u16* pair =
-            reinterpret_cast<const u16*>(codes + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
-        pairs = {{pair[0], pair[8], pair[16], pair[24]}};
-    } else {
+    if constexpr (FRAGMENT_ORDER)
+        pairs = fragment_pairs<u16>(codes, piece);
+    else
         pairs = load_vector<4>(reinterpret_cast<const u16*>(codes + first));
-    }
     Vector<T, 8> found;
 #pragma unroll
     for (int v = 0; v < 8; v += 2) {

@@ -13,13 +13,18 @@ __device__ __forceinline__ constexpr i64 fragment_place(i64 k) {
     return k / 64 * 64 + k / 2 % 4 * 16 + k / 8 % 2 * 8 + k / 16 % 4 * 2 + k % 2;
 }
 
-// Returns the eight numbers of 16 bits that stand from place 8 * piece on. Rows have whole K
-// blocks.
+// Returns the four pairs of numbers that stand from place 8 * piece on. Rows have whole K blocks.
+template <class Pair, class T>
+__device__ __forceinline__ Vector<Pair, 4> fragment_pairs(const T* x, i64 piece) {
+    const Pair* pair =
+        reinterpret_cast<const Pair*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
+    return {{pair[0], pair[8], pair[16], pair[24]}};
+}
+
+// The same of 16 bits, as eight numbers.
 template <class T>
 __device__ __forceinline__ Vector<T, 8> fragment_piece(const T* x, i64 piece) {
-    const u32* pair =
-        reinterpret_cast<const u32*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
-    const Vector<u32, 4> pairs{{pair[0], pair[8], pair[16], pair[24]}};
+    const auto pairs = fragment_pairs<u32>(x, piece);
     return reinterpret_cast<const Vector<T, 8>&>(pairs);
 }
 

@@ -49,6 +49,14 @@ __device__ __forceinline__ u32 codes_of_byte(u32 byte) {
     return and_or(spread << UP, SIZES<T>, (spread << 12) & SIGNS);
 }
 
+// How scales are multiplied that need no more than one product.
+template <class T>
+struct ScaledPairs {
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
+        return multiply_pair<T>(codes, scale);
+    }
+};
+
 // What the bytes of block scales mean, an encoding says (Scales_):
 //
 //     Outer, BLOCK, TILED_RESCALE, LINEAR_RESCALE   as formats have them

@@ -20,7 +20,7 @@ struct Mxfp4Scales;
 // Fragments hold weight * 2^-60; RESCALE undoes it. Weights with scales of 2^-72 to 2^61 are exact.
 // Larger scales count as 2^61; with smaller ones weights are rounded to multiples of 2^-73.
 template <>
-struct Mxfp4Scales<bf16> {
+struct Mxfp4Scales<bf16> : ScaledPairs<bf16> {
     using Outer = NoOuterScale;
     static constexpr int BLOCK = 32;
     static constexpr float TILED_RESCALE = 0x1p60f, LINEAR_RESCALE = TILED_RESCALE;
@@ -32,10 +32,6 @@ struct Mxfp4Scales<bf16> {
     }
 
     static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
-
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
-        return multiply_pair<bf16>(codes, scale);
-    }
 };
 
 // Fragments hold weight * 2^5; RESCALE undoes it. Weights with scales of 2^-21 to 2^8 are exact.

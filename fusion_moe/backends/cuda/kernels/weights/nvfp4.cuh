@@ -9,7 +9,7 @@ template <class T>
 struct Nvfp4Scales;
 
 template <>
-struct Nvfp4Scales<bf16> {
+struct Nvfp4Scales<bf16> : ScaledPairs<bf16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 256.f;
@@ -25,16 +25,12 @@ struct Nvfp4Scales<bf16> {
             (byte & 0x7F) == 0x7F ? 0x7FC0u : __float_as_uint(size) >> 16 | (byte & 0x80) << 8;
         return half * 0x10001u;
     }
-
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
-        return multiply_pair<bf16>(codes, scale);
-    }
 };
 
 // Times 2^7 the largest scale, 448, is a float16, and the product of the least scale and the least
 // code is as many times the least one.
 template <>
-struct Nvfp4Scales<f16> {
+struct Nvfp4Scales<f16> : ScaledPairs<f16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 128.f;
@@ -49,10 +45,6 @@ struct Nvfp4Scales<f16> {
         constexpr u32 UP = 0x78007800;  // 2^15
         const u32 half = (byte & 0x7F) == 0x7F ? 0x7E00u : (byte & 0x7F) << 7 | (byte & 0x80) << 8;
         return multiply_pair<f16>(half * 0x10001u, UP);
-    }
-
-    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
-        return multiply_pair<f16>(codes, scale);
     }
 };
 
