@@ -66,13 +66,15 @@ def main(which: str, pattern: str) -> None:
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of a public operation. forced: whether each variant is made for it, or what is chosen
-    alone.
+    alone; gradients: the inputs whose gradients are computed, too; archs: for which.
     """
 
     operation: str
     tensors: Sequence[Any]
     keywords: dict[str, Any]
     forced: bool = True
+    gradients: tuple[int, ...] = ()
+    archs: Sequence[str] = ARCHS
 
 
 def layer(
@@ -133,6 +135,26 @@ def encoded(encoding: str, dtype: torch.dtype, layout: str, device: str) -> Call
     )
 
 
+def experts(
+    weight_format: str, activation_format: str, device: str, gradients: tuple[int, ...] = ()
+) -> Call:
+    """A fused_experts of 64 tokens by 8 experts of 256 features."""
+    from fusion_moe.encodings import ENCODINGS
+
+    def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    of = ENCODINGS[weight_format]
+    weights = [
+        [t(*of.part_shape(part, (8,), n, 256), dtype=part.dtype) for part in of.parts]
+        for n in (512, 256)
+    ]
+    tokens = t(64, 256), t(64, 2, dtype=torch.int64), t(64, 2, dtype=torch.float32)
+    how = {"weight_format": weight_format, "activation_format": activation_format}
+    archs = ARCHS[: 1 if activation_format == "fp8_block" else 2]  # wgrads of codes need clusters
+    return Call("fused_experts", [*tokens, *weights], how, False, gradients, archs)
+
+
 # CUDA ---------------------------------------------------------------------------------------------
 
 
@@ -159,11 +181,17 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
                 f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta)
                 for layout in ("w16x64", "linear")
             }
+    in_codes = [x for x in ("fp8", "fp8_tensor", "nvfp4") if x in ENCODINGS]
+    calls |= {f"layer in {x}": experts(x, "fp8", meta) for x in in_codes}
+    calls |= {
+        f"layer trained in {x}": experts("bf16", x, meta, gradients=(0, 2, 3, 4))
+        for x in ("bf16", "fp8_block", "mxfp8")
+    }
     kernels: dict[str, tuple[Any, str]] = {}
     for name, call in calls.items():
-        makers = makers_of(program(call))
+        makers = [maker for made in programs(call) for maker in makers_of(made)]
         assert makers, f"{name} has no CUDA kernels"
-        for arch in ARCHS:
+        for arch in call.archs:
             texts = {kernel.text: kernel for kernel in launches(makers, arch, call.forced)}
             for kernel in texts.values():
                 kernels[unused(f"{arch}, {name}, {kernel.name}", kernels)] = kernel, arch
@@ -174,7 +202,8 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
         )
 
 
-def program(call: Call) -> Any:
+def programs(call: Call) -> Iterator[Any]:
+    """The program of a call; with gradients, forward and backward."""
     from fusion_moe.backends import TARGETS
     from fusion_moe.compile import compile_fusion
     from fusion_moe.definitions.operations import (
@@ -185,9 +214,14 @@ def program(call: Call) -> Any:
     )
 
     bound = bind(SPECS[call.operation], call.tensors, call.keywords)
-    return compile_fusion(
-        fusion_of(call.operation, eager_types(bound), bound.others), TARGETS["cuda"], Options()
-    )
+    fusion = fusion_of(call.operation, eager_types(bound), bound.others)
+    fusions = [fusion]
+    if call.gradients:
+        from fusion_moe.ir.derivative import differentiate
+
+        made = differentiate(fusion, call.gradients, by_columns=True)
+        fusions = [made.forward, made.backward]
+    yield from (compile_fusion(each, TARGETS["cuda"], Options()) for each in fusions)
 
 
 Maker = Callable[[dict[str, int], Any], Sequence[Any]]  # sizes, what `facts` returns -> kernels
