@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
+from fusion_moe.lora.adapter import add_lora_
 from fusion_moe.nn import NVFP4Experts
-from fusion_moe.nn.lora.adapter import add_lora_
 from fusion_moe.offload import OffloadedExperts
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.machine import EXPECTED

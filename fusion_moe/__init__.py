@@ -100,19 +100,23 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _ShortNames:
-    """Finds `fusion_moe.NAME` in integrations/, and its modules: the same modules as by their long
-    names, imported when somebody asks.
-    """
+# by short names, without this package's: long ones
+_LONG = {p.stem: f"integrations.{p.stem}" for p in Path(__file__).parent.glob("integrations/*")}
+_LONG["nn.lora"] = "lora"
 
-    integrations = frozenset(path.stem for path in Path(__file__).parent.glob("integrations/*"))
+
+class _ShortNames:
+    """Finds `fusion_moe.NAME` in integrations/, and its modules, and those of lora/ by names that
+    they had before: the same modules as by their long names, imported when somebody asks.
+    """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """None for all other modules."""
-        package, *rest = name.split(".")
-        if package != __name__ or not rest or rest[0] not in self.integrations:
+        package, _, rest = name.partition(".")
+        short = next((s for s in _LONG if f"{rest}.".startswith(f"{s}.")), None)
+        if package != __name__ or short is None:
             return None
-        long = find_spec(f"{__name__}.integrations.{'.'.join(rest)}")
+        long = find_spec(f"{__name__}.{_LONG[short]}{rest.removeprefix(short)}")
         return long and ModuleSpec(name, self, loader_state=long.name)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

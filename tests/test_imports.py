@@ -136,7 +136,7 @@ def test_what_a_folder_exports_hides_none_of_its_files():
 
 CORE = sorted(name for name in files() if not is_outside(name))
 # What `save_lora` writes are PEFT's files, as checkpoints are ModelOpt's.
-FILES_OF_PEFT = "fusion_moe.nn.lora.files"
+FILES_OF_PEFT = "fusion_moe.lora.files"
 
 
 def test_the_core_imports_no_integration():

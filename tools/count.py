@@ -2,10 +2,9 @@
 
     python tools/count.py [FOLDER ...]  # default: fusion_moe translators tests benchmarks tools
 
-One line for each folder, and for each of fusion_moe's. The core is all of fusion_moe but
-integrations, offload, checkpoints, recorder and cli. A statement of Python is one of its syntax
-tree; one of C++ is a ";" or a "{". Last the words of pages that are written by hand, with their
-code and tables.
+One line for each folder, and for each of fusion_moe's. The core is all of fusion_moe but the
+folders BESIDE. A statement of Python is one of its syntax tree; one of C++ is a ";" or a "{". Last
+the words of pages that are written by hand, with their code and tables.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 FOLDERS = "fusion_moe", "translators", "tests", "benchmarks", "tools"
-BESIDE = "integrations", "offload", "checkpoints", "recorder", "cli"  # the core of fusion_moe
+BESIDE = "integrations", "offload", "checkpoints", "lora", "recorder", "cli"  # the core
 CXX = {".h", ".cuh", ".cpp", ".cu", ".c"}
 _NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL)
 

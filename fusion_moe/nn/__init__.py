@@ -1,6 +1,11 @@
-"""Layers over groups of rows: float layers to train and frozen quantized ones; `quantize_` and
-LoRA, which convert models to the latter.
+"""Layers over groups of rows: float layers to train and frozen quantized ones, and `quantize_`,
+which converts models to the latter. Adapters beside frozen weights are of ../lora.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..ir.activation import swiglu
 from .config import FP8Config, INT4Config, MXFP4Config, NVFP4Config, QuantizationConfig
@@ -21,8 +26,6 @@ from .frozen import (
     prepare_,
     update_weights_,
 )
-from .lora.adapter import Adapter, add_lora_
-from .lora.merging import merge_lora_, remove_lora_
 from .trained.activations import (
     GEGLU,
     GLU,
@@ -103,3 +106,16 @@ __all__ = [
     "unregister_fusion",
     "update_weights_",
 ]
+
+if TYPE_CHECKING:
+    from ..lora import Adapter, add_lora_, merge_lora_, remove_lora_
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("Adapter", "add_lora_", "merge_lora_", "remove_lora_"):
+            return getattr(importlib.import_module("..lora", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

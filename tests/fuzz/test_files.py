@@ -27,7 +27,7 @@ from fusion_moe.checkpoints import convert, quantize
 from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.cli.app import app
 from fusion_moe.errors import CheckpointError, Error
-from fusion_moe.nn.lora.files.config import read_config
+from fusion_moe.lora.files.config import read_config
 
 from . import NUMBERS, examples
 from .case import REFERENCE
@@ -36,7 +36,7 @@ from .compare import outcome
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 
 _TESTS = Path(__file__).parents[1]
-MADE = [*sorted((_TESTS / "checkpoints" / "made").iterdir()), _TESTS / "adapters" / "made"]
+MADE = [*sorted((_TESTS / "checkpoints" / "made").iterdir()), _TESTS / "lora" / "made"]
 _SECONDS, _LONGEST = 60, 5000  # for all calls of a directory; characters of a message
 _NUMBERS = (
     0,

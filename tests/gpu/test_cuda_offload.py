@@ -17,8 +17,8 @@ import fusion_moe
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError, UnsupportedError, WorkerError
 from fusion_moe.layouts.w16x64 import W16X64
+from fusion_moe.lora.adapter import add_lora_
 from fusion_moe.nn import Experts, swiglu
-from fusion_moe.nn.lora.adapter import add_lora_
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
 from fusion_moe.offload.experts import OffloadedExperts

@@ -18,9 +18,9 @@ import fusion_moe
 from fusion_moe.bodies.autograd import Step
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import W16X64
+from fusion_moe.lora.adapter import add_lora_
+from fusion_moe.lora.merging import merge_lora_
 from fusion_moe.nn import Experts, swiglu
-from fusion_moe.nn.lora.adapter import add_lora_
-from fusion_moe.nn.lora.merging import merge_lora_
 from fusion_moe.offload import OffloadedExperts
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.offload import _into_files

@@ -19,8 +19,8 @@ import fusion_moe
 from fusion_moe import verify
 from fusion_moe.cli.app import app
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.nn.lora.adapter import add_lora_
-from fusion_moe.nn.lora.files import load_lora_
+from fusion_moe.lora.adapter import add_lora_
+from fusion_moe.lora.files import load_lora_
 from fusion_moe.offload import offload_
 
 EXPERTS = "model.layers.{}.mlp.experts.{}_proj"

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "fusion-moe"
 # Of the core: layers above those that compute, and what pip and type checkers read.
 LEFT_OUT = re.compile(
-    r"(checkpoints|cli|frontends|integrations|nn/lora/files|offload|recorder|report)/"
-    r"|(api|compat|env|testing)\.py$|.*\.(pyi|typed)$"
+    r"(checkpoints|cli|frontends|integrations|lora/files|offload|recorder|report)/"
+    r"|(api|env|testing)\.py$|.*\.(pyi|typed)$"
 )
 # `kernels` chooses by the torch that is installed. CUDA: every compute capability from 8.0 on.
 VARIANTS = {

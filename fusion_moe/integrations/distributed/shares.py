@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...encodings import ROW
+from ...lora.adapter import adapters_of
 from ...nn import Experts, contract_of
 from ...nn.frozen import Projections
-from ...nn.lora.adapter import adapters_of
 from .states import ExpertShards, FeatureShards, expert_shard
 
 

@@ -17,10 +17,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ...errors import UnsupportedError
+from ...lora.adapter import adapters_of
 from ...messages import log
 from ...nn import QuantizedLinear
 from ...nn.frozen import AdaptableModule, PackedModule
-from ...nn.lora.adapter import adapters_of
 from ...options import during
 from ...plugins import wrap
 from .layers import Linear, ParamWrapper, losses

@@ -13,9 +13,9 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...lora.files.factors import a_from_peft, b_from_peft, to_peft
+from ...lora.merging import add_, write_
 from ...nn.frozen import PackedModule
-from ...nn.lora.files.factors import a_from_peft, b_from_peft, to_peft
-from ...nn.lora.merging import add_, write_
 
 # what rounding lost of what merging added, by the name of a weight
 losses: ContextVar[dict[str, Tensor] | None] = ContextVar("fusion_moe_losses", default=None)

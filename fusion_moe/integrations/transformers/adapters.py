@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, UnsupportedError
+from ...lora.adapter import adapters_of
+from ...lora.files import load_lora_, save_lora
+from ...lora.files.config import CONFIG, read_config
+from ...lora.files.directory import TENSORS
 from ...messages import warn_once
 from ...nn.frozen import AdaptableModule
-from ...nn.lora.adapter import adapters_of
-from ...nn.lora.files import load_lora_, save_lora
-from ...nn.lora.files.config import CONFIG, read_config
-from ...nn.lora.files.directory import TENSORS
 from ...options import during
 
 FOLDER = "adapters"

@@ -22,7 +22,7 @@ from .weight import Form, Weight
 
 class AdaptableModule(PackedModule):
     """A module with encoded weights and optional adapters that train, each in a submodule
-    `<projection>_lora` (nn/lora) or outside.
+    `<projection>_lora` (lora/) or outside.
 
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],

@@ -27,7 +27,7 @@ class NVFP4GroupedLinear(AdaptableModule):
                                                            of S equal runs of its rows
         bias                 float          [G, N]         or None
 
-    An optional submodule weight_lora is an adapter that trains (nn/lora).
+    An optional submodule weight_lora is an adapter that trains (lora/).
 
     Args:
         weight: nvfp4 [G, N, K].

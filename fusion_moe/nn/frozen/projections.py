@@ -32,7 +32,7 @@ class Projections(AdaptableModule):
 
     or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Scales of other
     names keep them: gate_up_proj_super_scale, of blocks, and gate_up_outer_scale, of a matrix.
-    Optional submodules gate_up_lora and down_lora are adapters that train (nn/lora).
+    Optional submodules gate_up_lora and down_lora are adapters that train (lora/).
 
     Attributes:
         activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute

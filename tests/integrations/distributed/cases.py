@@ -48,6 +48,7 @@ from fusion_moe.distributed import clip_grad_norm_, parallelize_, symmetric
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, RankError, ShapeError, UnsupportedError
 from fusion_moe.ir.collectives import all_reduce
+from fusion_moe.lora.files import load_lora_, save_lora
 from fusion_moe.nn import (
     Experts,
     GroupedLinear,
@@ -57,7 +58,6 @@ from fusion_moe.nn import (
     update_weights_,
 )
 from fusion_moe.nn.local import gathered, local
-from fusion_moe.nn.lora.files import load_lora_, save_lora
 from fusion_moe.recorder.data import of_json
 from fusion_moe.report import Run
 

@@ -22,8 +22,8 @@ import fusion_moe
 from fusion_moe import nn
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import NonFiniteError, UnsupportedError
+from fusion_moe.lora.files import load_lora_, save_lora
 from fusion_moe.nn.frozen.adaptable import AdaptableModule
-from fusion_moe.nn.lora.files import load_lora_, save_lora
 from fusion_moe.transformers import from_pretrained
 
 pytestmark = [pytest.mark.usefixtures("meaning"), pytest.mark.judges("peft")]

@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 import fusion_moe
 from fusion_moe.errors import CheckpointError
 from fusion_moe.integrations.transformers.trainer import load_checkpoint_
+from fusion_moe.lora.files import load_lora_
 from fusion_moe.nn import add_lora_, remove_lora_
-from fusion_moe.nn.lora.files import load_lora_
 from fusion_moe.transformers import from_pretrained
 
 # which needs accelerate, as Trainer does

@@ -16,7 +16,7 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import nn
 from fusion_moe.encodings import dequantize
-from fusion_moe.nn.lora.files import load_lora_, save_lora
+from fusion_moe.lora.files import load_lora_, save_lora
 
 TOKENS = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
 

@@ -21,7 +21,7 @@ from tiny_qwen3 import qwen3_moe
 import fusion_moe
 from fusion_moe import nn
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
-from fusion_moe.nn.lora.files import (
+from fusion_moe.lora.files import (
     directory as files,
     factors,
     load_lora_,

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import plugins
-from ...errors import (
+from .. import plugins
+from ..errors import (
     DtypeError,
     OptionError,
     UnsupportedError,
     need_one_of,
 )
-from ..checks import FLOAT_DTYPES
-from ..frozen import AdaptableModule
-from ..local import local
+from ..nn.checks import FLOAT_DTYPES
+from ..nn.frozen import AdaptableModule
+from ..nn.local import local
 
 TARGETS = ("gate_up", "down", "linear")
 Filter = Callable[[nn.Module, str], bool]

@@ -1,7 +1,7 @@
 """What PEFT makes of a tiny Qwen3-MoE: the directory `made`, and what it adds to the weights.
 
     python -m pip install --no-deps --target somewhere peft accelerate
-    PYTHONPATH=somewhere:. python tests/adapters/by_peft.py      # writes tests/adapters/made
+    PYTHONPATH=somewhere:. python tests/lora/by_peft.py      # writes tests/lora/made
 
 Factors are small whole numbers, so that what is added is exact.
 """

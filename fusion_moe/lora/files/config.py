@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints import read_json, shown
-from ....errors import CheckpointError, UnsupportedError
+from ...checkpoints import read_json, shown
+from ...errors import CheckpointError, UnsupportedError
 from ..adapter import is_alpha
 
 CONFIG = "adapter_config.json"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....checkpoints.unfinished import sync
-from ....checkpoints.writing import appearing, write_json
-from ....encodings import is_dtensor
-from ....errors import CheckpointError, NonFiniteError, UnsupportedError, in_one_line
-from ....messages import destination
-from ...frozen import AdaptableModule
-from ...local import gathered
+from ...checkpoints.unfinished import sync
+from ...checkpoints.writing import appearing, write_json
+from ...encodings import is_dtensor
+from ...errors import CheckpointError, NonFiniteError, UnsupportedError, in_one_line
+from ...messages import destination
+from ...nn.frozen import AdaptableModule
+from ...nn.local import gathered
 from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
 from .factors import a_from_peft, b_from_peft, peft_shapes, to_peft

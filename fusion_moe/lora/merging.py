@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...encodings import check_finite, dequantize
-from ...errors import UnsupportedError
-from ..frozen import AdaptableModule, PackedModule, Weight
+from ..encodings import check_finite, dequantize
+from ..errors import UnsupportedError
+from ..nn.frozen import AdaptableModule, PackedModule, Weight
 from .adapter import adapted, adapters_of
 
 Delta = Callable[[int], Tensor]

@@ -14,8 +14,8 @@ from ways import HOW, every_way
 
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import CheckpointError
+from fusion_moe.lora.files import load_lora_, save_lora
 from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, add_lora_, merge_lora_
-from fusion_moe.nn.lora.files import load_lora_, save_lora
 
 G, H, I = 3, 64, 32
 SIZES = (4, 0, 7)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bad_calls import messages
 from experts import copied, float_weights, routed, same_state
-from test_quantize import experts_of, qwen3_moe
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
@@ -19,12 +19,25 @@ from fusion_moe.nn import Adapter, CustomExperts, Experts, NVFP4Experts, add_lor
 
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
 E, H, I = 4, 64, 64
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "head_dim": 32,
+    "norm_topk_prob": True,
+}
 TOKENS = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def experts(encoding: str = "nvfp4") -> Experts:
     gate_up, down = (quantize(w, encoding=ENCODINGS[encoding]) for w in float_weights(E, H, I))
     return Experts(gate_up, down)
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers]
 
 
 def randomized(module: torch.nn.Module, size: float = 0.05) -> torch.nn.Module:
@@ -37,7 +50,7 @@ def randomized(module: torch.nn.Module, size: float = 0.05) -> torch.nn.Module:
 
 
 def quantized_model(**changes):
-    model = qwen3_moe(**changes)
+    model = qwen3_moe(**SIZES | changes).bfloat16()
     fusion_moe.quantize_(model)
     return model
 
