@@ -79,6 +79,7 @@ _MODULES = "compat", "errors", "nn", "ops", "options", "recipe", "testing"
 if TYPE_CHECKING:
     from . import testing
     from .frontends.inductor import disable, enable
+    from .integrations import compat
     from .offload import offload_
     from .offload.verification import verify
     from .recorder import record

@@ -4,7 +4,7 @@ operations in torch.ops.fusion_moe.
 
 from __future__ import annotations
 
-from . import compat, errors, nn, ops, options, recipe
+from . import errors, nn, ops, options, recipe
 from .bodies import (
     autocast as _torch_autocast,  # the operations' casts under torch.autocast
     autograd as _autograd,  # the operations' derivatives
@@ -40,7 +40,6 @@ __all__ = [
     "NVFP4Experts",
     "Untranslatable",
     "autocast",
-    "compat",
     "errors",
     "nn",
     "ops",

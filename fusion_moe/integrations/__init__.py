@@ -8,6 +8,7 @@ vllm/, sglang/, serving.py
               plug-ins of serving engines, and what they share
 thunder/      an executor for thunder.jit, and our operations in its nvFuser executor
 nvfuser/      a backend for the targets sm_90 and sm_100
+compat.py     our operations by the names that code for thunder and nvFuser calls
 distributed/  torch.distributed: experts divided between ranks
 routing/      record_routing, replay_routing: between what serves a model and what trains it
 

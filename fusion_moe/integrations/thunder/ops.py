@@ -27,12 +27,12 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from ... import compat
 from ...bodies.autocast import casted
 from ...definitions import translate
 from ...definitions.operations import SPECS, Spec, named_arguments
 from ...definitions.run import NAMESPACE
 from ...errors import TranslatorError, UnsupportedError
+from .. import compat
 from .graph import Recorder, as_torch, fake_of, k_major_arguments
 from .quirks import at_users_line
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch._library import custom_ops
 from torch._ops import OpOverload
 
-from .definitions import translate
-from .encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize, find
-from .errors import OptionError, ShapeError, Untranslatable, need_one_of
-from .ir import FusionDefinition
-from .layouts import SF128X4
-from .target import ACTIVATION_FORMATS
+from ..definitions import translate
+from ..encodings import MXFP8, NVFP4, Encoding, Quantized, dequantize, find
+from ..errors import OptionError, ShapeError, Untranslatable, need_one_of
+from ..ir import FusionDefinition
+from ..layouts import SF128X4
+from ..target import ACTIVATION_FORMATS
 
 _ARGUMENTS = (
     "activation",
