@@ -131,6 +131,9 @@ quantized: Hook[Callable[[Any], None]] = Hook()
 # converters() -> by the qualified name of a class of modules: a function (module, config) -> the
 # module that replaces it; or the reason why it is not converted.
 converters: Hook[Callable[[], Mapping[str, Any]]] = Hook()
+# by_contents(module) -> the same function for a module of any class that holds what a package's
+# modules do; None for any other.
+by_contents: Hook[Callable[[Any], Any]] = Hook()
 # adapt(model, places, rank, alpha, dtype) -> the adapters that a package added to weights, each
 # named by a module and a projection of it; None if it has not adapted the model.
 adapt: Hook[Callable[[Any, Any, int, float, Any], Sequence[Any] | None]] = Hook()

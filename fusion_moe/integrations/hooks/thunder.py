@@ -19,7 +19,7 @@ from ...nn import (
     NVFP4GroupedLinear,
     QuantizationConfig,
 )
-from ...nn.conversion.packed_grouped import packed_converter, packed_gate_up, packed_weight
+from ..thunder.packed_grouped import packed_converter, packed_gate_up, packed_weight
 
 _LAYERS = "thunder.benchmarks.layers_for_inference_benchmark"
 
@@ -34,6 +34,9 @@ def converters() -> Mapping[str, Any]:
         f"{_LAYERS}.GroupedSwiGLU": _grouped_swiglu,
         f"{_LAYERS}.Llama4MoE": _llama4_moe,
     }
+
+
+plugins.by_contents(packed_converter)
 
 
 @plugins.compiled_by

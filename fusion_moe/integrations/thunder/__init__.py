@@ -11,6 +11,8 @@ ops.py       operations of torch as symbols, with their derivatives
 executor.py  the executor: regions of a trace become fusions
 saved.py     what the backward reads, saved from writes
 nvfuser.py   the same operations inside of thunder's own nvFuser regions
+packed_grouped.py
+             layers that hold NVFP4 weights as thunder's benchmarks do, for `quantize_`
 quirks.py    what thunder's versions make necessary
 """
 

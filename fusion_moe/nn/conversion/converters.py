@@ -16,7 +16,6 @@ from ..config import NVFP4Config, QuantizationConfig
 from ..frozen import PackedModule, Projections, QuantizedLinear, rounded
 from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
-from .packed_grouped import packed_converter
 from .register import Converter, registered_converter
 from .traced_activation import is_that_of
 
@@ -66,8 +65,8 @@ def converter_of(module: nn.Module) -> Converter | None:
     named = _named(module)
     if own := registered_converter(module):
         return own
-    if packed := packed_converter(module):
-        return packed
+    if held := next((c for find in plugins.by_contents if (c := find(module))), None):
+        return held
     if callable(named):
         return named
     if type(module) is nn.Linear:  # a subclass may compute something else

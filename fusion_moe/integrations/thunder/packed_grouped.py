@@ -12,9 +12,8 @@ from torch import nn
 from ...encodings import NVFP4, Quantized, has_values
 from ...errors import NonFiniteError, ShapeError
 from ...layouts import SF128X4
-from ..config import QuantizationConfig
-from ..frozen import GroupedSwiGLU, NVFP4GroupedLinear, QuantizedLinear
-from .register import Converter
+from ...nn import GroupedSwiGLU, NVFP4GroupedLinear, QuantizationConfig, QuantizedLinear
+from ...nn.conversion.register import Converter
 
 PARTS = "fp4_weight", "weight_scaling_factor", "weight_global_scale"
 _STRIDES = {"ab_strides", "c_strides"}  # beside weights [G, N, K/2], with offsets that are ends
