@@ -16,7 +16,7 @@ from .start import load
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..report import Comparison
+    from ..recorder import Comparison
 
 _Run = Annotated[Path, typer.Argument(help="JSON that run.save or --record wrote.")]
 
@@ -43,6 +43,6 @@ def compare(before: _Run, after: _Run) -> Compared:
     for path in (before, after):
         check_file(path, "JSON that run.save wrote", "compare")
     load()
-    from ..report import Run
+    from ..recorder import Run
 
     return Compared(Run.load(before).compare(Run.load(after)))

@@ -227,7 +227,7 @@ def recorded(talk: Talk, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from ..report import record
+    from ..recorder import record
 
     with record(talk.model) as run:
         talk.step = run.step

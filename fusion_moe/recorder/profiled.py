@@ -25,10 +25,10 @@ from ..report import cost
 from ..report.measure import cpu_seconds
 from ..report.trace import last_compiled
 from ..runtime import cuda
-from ..runtime.counts import Counted
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
 from ..runtime.timeline import Tile
+from .counts import Counted
 from .data import KernelRun, Span
 
 LAUNCH = 5e-6  # seconds: what a kernel takes that computes nothing

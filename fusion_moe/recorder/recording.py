@@ -22,10 +22,11 @@ from ..errors import OptionError, UnsupportedError, need
 from ..messages import count
 from ..nn.local import local
 from ..report.measure import ends_of, preemptions, this_cpu
-from ..runtime import counts, cuda, native, recording, timeline
-from ..runtime.counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
+from ..runtime import cuda, native, recording, timeline
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
+from . import counts
+from .counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from .data import LayerRun, RunData, Span
 from .profiled import NOTHING, Launched, Profile
 from .result import Run

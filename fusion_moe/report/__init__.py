@@ -11,9 +11,6 @@ difference.py    two reports compared
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from .data import FusionReport, Load, Machine, Measured, NotFusedReport, SegmentReport
 from .difference import Difference, diff
 from .report import Report
@@ -32,10 +29,3 @@ __all__ = [
     "explain",
     "last_compiled",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What moved to recorder/, under the names that it had here."""
-    if name in ("Comparison", "Run", "record"):
-        return getattr(importlib.import_module("..recorder", __package__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

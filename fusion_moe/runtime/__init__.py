@@ -11,8 +11,8 @@ store.py, trust.py
 driver.py, cuda.py, faults.py
                  the CUDA driver, cubins, what kernels find wrong
 peers.py         tensors that may stand for memory that ranks share
-recording.py, counts.py, timeline.py
-                 who is told of launches, rows of groups, tiles that kernels marked
+recording.py, timeline.py
+                 who is told of launches, tiles that kernels marked
 check.py, dump.py
                  the options `check` and `dump`
 host_memory/     weights on large pages, how fast memory is read

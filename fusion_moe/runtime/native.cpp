@@ -156,7 +156,7 @@ struct Layer {
     std::int32_t* rows;
 };
 
-struct Layers {    // as runtime/counts.py makes it
+struct Layers {    // as recorder/counts.py makes it
     void* kernel;  // that counts on a GPU
     i64 count;
     Layer of[];
@@ -164,7 +164,7 @@ struct Layers {    // as runtime/counts.py makes it
 
 std::atomic<const Layers*> recorded{nullptr};
 
-// The same as the kernel of count.cu.
+// The same as the kernel of recorder/count.cu.
 void count(const Layer& layer, const std::int32_t* ends) {
     const i64 n = __atomic_fetch_add(layer.calls, 1, __ATOMIC_RELAXED) % layer.capacity;
     timespec now;

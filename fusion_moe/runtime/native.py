@@ -161,7 +161,7 @@ def share(handle: int, table: int, count: int, group: int) -> None:
 
 
 def record(layers: int | None) -> None:
-    """Has C++ count calls: the address of what runtime/counts.py makes, which must live; None:
+    """Has C++ count calls: the address of what recorder/counts.py makes, which must live; None:
     it counts none.
     """
     global _recorded

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
+from fusion_moe.recorder import Run
 from fusion_moe.recorder.data import KernelRun, LayerRun, RunData
-from fusion_moe.report import Run
 
 
 @pytest.fixture

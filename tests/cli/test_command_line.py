@@ -296,7 +296,8 @@ def test_what_commands_know_without_importing_it():
     """Names and numbers that stand in modules which import torch."""
     from fusion_moe.cli import bench, explain, plan, run as of_run
     from fusion_moe.offload.plan import KV_TOKENS
-    from fusion_moe.report import Report, Run
+    from fusion_moe.recorder import Run
+    from fusion_moe.report import Report
 
     transformers_bench = pytest.importorskip("fusion_moe.integrations.transformers.bench")
     assert tuple(transformers_bench.SIZES) == bench.SIZES

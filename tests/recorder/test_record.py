@@ -25,8 +25,8 @@ from fusion_moe import options
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.messages.units import duration
 from fusion_moe.nn import Experts, NVFP4Config
-from fusion_moe.report import Run
-from fusion_moe.runtime import counts, native, nvrtc, recording
+from fusion_moe.recorder import Run, counts
+from fusion_moe.runtime import native, nvrtc, recording
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 PROMPT, TOKENS = 11, 24

@@ -10,8 +10,9 @@ import torch
 from layer import Layer
 
 import fusion_moe
+from fusion_moe.recorder import Run
 from fusion_moe.recorder.data import KernelRun, LayerRun, RunData, Span
-from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report, Run
+from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report
 from fusion_moe.report.data import Listing
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2

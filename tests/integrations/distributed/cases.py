@@ -58,8 +58,8 @@ from fusion_moe.nn import (
     update_weights_,
 )
 from fusion_moe.nn.local import gathered, local
+from fusion_moe.recorder import Run
 from fusion_moe.recorder.data import of_json
-from fusion_moe.report import Run
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
 TIMEOUT_S, SHORT_S = 60, 5

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cuda, native, nvrtc
+from ..runtime import cuda, native, nvrtc
 
 CAPACITY = 1024  # calls of a layer that are kept one by one
 IGNORED, COUNTED, OF_PYTHON = range(3)  # as in native.cpp
