@@ -168,7 +168,7 @@ class Both(Ours):
         return Fp8(self.model, self.layers)
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
-        experts, few = self.model.experts, TARGETS["cuda"].folded_from
+        experts, few = self.model.experts, TARGETS["cuda"].requantized_from
         assert few is not None
         average = few(torch.device("cuda"), experts, self.model.hidden, self.model.intermediate)
         return (self.fp8 if cell.rows >= average * experts else super()).run(cell, layer, to)

@@ -109,15 +109,15 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 IN_FP8: dict[str, tuple[Callable[[], Any], str]] = {
     "bf16": (plain, ""),
     "NVFP4": (lambda: quantized(NVFP4Config(scales="max")), "bf16"),
-    "NVFP4 folded to FP8": (lambda: quantized(NVFP4Config("bf16", "fp8", "max")), "NVFP4"),
-    "NVFP4 folded to FP8, fp8 activations": (
+    "NVFP4 requantized to FP8": (lambda: quantized(NVFP4Config("bf16", "fp8", "max")), "NVFP4"),
+    "NVFP4 requantized to FP8, fp8 activations": (
         lambda: quantized(NVFP4Config("fp8", "fp8", "max")),
-        "NVFP4 folded to FP8",
+        "NVFP4 requantized to FP8",
     ),
-    "MXFP4, folded to FP8 or not": (lambda: quantized(MXFP4Config(weights="fp8")), "bf16"),
-    "MXFP4 folded to FP8, fp8 activations": (
+    "MXFP4, requantized to FP8 or not": (lambda: quantized(MXFP4Config(weights="fp8")), "bf16"),
+    "MXFP4 requantized to FP8, fp8 activations": (
         lambda: quantized(MXFP4Config("fp8", "fp8")),
-        "MXFP4, folded to FP8 or not",
+        "MXFP4, requantized to FP8 or not",
     ),
     "FP8, 128 x 128": (lambda: quantized("fp8"), "bf16"),
     "FP8, 128 x 128, fp8 activations": (lambda: quantized(FP8Config("fp8")), "FP8, 128 x 128"),

@@ -35,8 +35,8 @@ class Target:
     product, up to how many features a second product may contract that is added in the same kernel;
     kernels of other kinds add none. quantized_results: encodings to which kernels of products can
     quantize the rows that they make; matrix_scales: those for which the kernel that quantizes a
-    matrix can choose the scale of the whole. folded_from: for a device and [G, N, K], from how many
-    rows a matrix on average weights in few bits that are there in FP8 too are read as those.
+    matrix can choose the scale of the whole. requantized_from: for a device and [G, N, K], from how
+    many rows a matrix on average weights in few bits that are there in FP8 too are read as those.
     transposed_columns: encodings along rows of groups whose codes products over rows read by
     columns (`transpose_row_blocks`), on the GPU that programs are planned for. sends_sums: whether
     the kernel that sends tokens' sums to other ranks also makes them.
@@ -55,7 +55,7 @@ class Target:
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     linear_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_results: tuple[str, ...] = ()
-    folded_from: Callable[[torch.device, int, int, int], float] | None = None
+    requantized_from: Callable[[torch.device, int, int, int], float] | None = None
     transposed_columns: Callable[[], tuple[str, ...]] = tuple
     matrix_scales: tuple[str, ...] = ()
     sends_sums: bool = False

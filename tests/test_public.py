@@ -102,7 +102,11 @@ def test_type_checkers_see_the_lazy_names():
 def test_short_names_of_integrations_are_the_same_modules():
     import fusion_moe.distributed.clip
     import fusion_moe.integrations.distributed as long
+    import fusion_moe.lora.files
+    import fusion_moe.nn.lora.files
 
+    assert fusion_moe.nn.lora.files is fusion_moe.lora.files
+    assert fusion_moe.nn.Adapter is fusion_moe.lora.Adapter
     assert fusion_moe.distributed is sys.modules["fusion_moe.distributed"] is long
     assert sys.modules["fusion_moe.distributed.clip"] is long.clip
     assert long.__spec__.name == long.__name__ == "fusion_moe.integrations.distributed"

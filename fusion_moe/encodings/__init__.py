@@ -33,7 +33,6 @@ from .encoding import (
     register,
     unregister,
 )
-from .folding import FOLDED, foldable
 from .fp8 import FP8, FP8_CHANNEL, FP8_E8M0, FP8_ROWS, FP8_TENSOR
 from .fp8_block import FP8_BLOCKS_F32, FP8_COLUMNS, FP8_COLUMNS_F32, FP8_ROWS_F32
 from .integers import INT4, INTEGERS
@@ -44,6 +43,7 @@ from .nvfp4 import NVFP4
 from .orders import NIBBLES, CodeOrder
 from .plain import BF16, F16, F32, PLAIN
 from .real import real_tensors
+from .requantized import REQUANTIZED, requantizable
 from .search import check_rule, has_values
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "F16",
     "F32",
     "FLOATS",
-    "FOLDED",
     "FP8",
     "FP8_BLOCKS_F32",
     "FP8_CHANNEL",
@@ -71,6 +70,7 @@ __all__ = [
     "NIBBLES",
     "NVFP4",
     "PLAIN",
+    "REQUANTIZED",
     "ROW",
     "CodeOrder",
     "Element",
@@ -88,7 +88,6 @@ __all__ = [
     "dequantize",
     "exactly",
     "find",
-    "foldable",
     "has_values",
     "is_dtensor",
     "matrix_scale_of",
@@ -96,5 +95,6 @@ __all__ = [
     "quantize_weight",
     "real_tensors",
     "register",
+    "requantizable",
     "unregister",
 ]

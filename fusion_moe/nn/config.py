@@ -24,7 +24,7 @@ class QuantizationConfig:
             (CPUs only, weights in NVFP4 or MXFP4) or "fp8" (compute capability 8.9 or higher; where
             weights are read in FP8, rows of 16 bits elsewhere).
         weights: what kernels read: "packed", the weights as they are stored; "fp8", weights that
-            are folded to FP8 once; or "both", as `prepare_` says.
+            are requantized to FP8 once; or "both", as `prepare_` says.
         scales: how the scale of a block is chosen: "max", from its largest magnitude, the bytes of
             nvidia-modelopt in NVFP4; "four_over_six" (NVFP4), that one or 6/4 of it; or "mse"
             (NVFP4, MXFP4, INT4), that one or one of its neighbours. The last two take what has the

@@ -103,8 +103,8 @@ class HostStorage:
     """
 
     def __init__(self, module: Experts):
-        up, down = (module._operand(name, of_fold=False) for name in module.projections)
-        how = module._arguments(_like_biases(module)) | module._format(of_fold=False)
+        up, down = (module._operand(name, of_fp8=False) for name in module.projections)
+        how = module._arguments(_like_biases(module)) | module._format(of_fp8=False)
         inputs = {"gate_up": up, "down": down, **how}
         self.tensors = {name: plain(t) for name, t in each_tensor(inputs)}
         self._others = {name: v for name, v in inputs.items() if not _has_tensors(v)}

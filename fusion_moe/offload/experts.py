@@ -54,7 +54,7 @@ class OffloadedExperts(Experts):
     _uses: Tensor  # i64[E]: how many slots named each expert,
     _new: Tensor  # and since the cache changed
 
-    fixed = "experts on one device: those that are offloaded are not folded or divided"
+    fixed = "experts on one device: those that are offloaded are not requantized or divided"
 
     @classmethod
     def of(

@@ -43,9 +43,9 @@ class Seen:
     have no translator.
 
     breaks: why no graph was captured; steps: the graphs of training steps; float_experts: the names
-    of expert weights in floating point; folded: what folding experts to FP8 rounded, and what
-    packages say of the modules; watch: what was noted while the call ran, if it ran. of, advice: as
-    of a Report.
+    of expert weights in floating point; requantized: what requantizing experts to FP8 rounded, and
+    what packages say of the modules; watch: what was noted while the call ran, if it ran. of,
+    advice: as of a Report.
     """
 
     graphs: list[Found] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Seen:
     steps: list[Step] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
     float_experts: dict[str, None] = field(default_factory=dict)
-    folded: str = ""
+    requantized: str = ""
     watch: Watch | None = None
     of: str = ""
     advice: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),
         gradients=tuple(gradient for step in seen.steps for gradient in step.gradients(origins)),
         float_experts=tuple(seen.float_experts),
-        folded=seen.folded,
+        requantized=seen.requantized,
         unfused_flops=outside.flops(calls_outside),
         unfused_bytes=outside.moved(calls_outside),
         chosen_by_sizes=outside.by_sizes(calls_outside),

@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/11": the fields of the classes below under their names, with lists
+JSON, schema "fusion_moe.explain/12": the fields of the classes below under their names, with lists
 for tuples, and `schema` itself. Sizes are in bytes,
 flops in operations, times in seconds, all for one call with the sizes of the example; null if a
 size is known only to the device. `times` says how often the model has a fusion, or a call that was
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/11"
+SCHEMA = "fusion_moe.explain/12"
 _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
@@ -249,10 +249,10 @@ class ReportData:
     executed: whether programs for the target can run on the device of the call's tensors;
     custom_ops: operations in the graphs that are neither torch's nor translated; machine: where
     times were measured, if they were; saved, gradients: for a training step; float_experts: the
-    names of expert weights that operations other than ours compute with in floating point; folded:
-    what folding experts to FP8 rounded, and what packages say of the modules, or ""; version,
-    options: of fusion_moe, those that change what is compiled; listings: the functions of
-    `sources`; of: what was called with which tensors; advice: what to do next, sentences; made,
+    names of expert weights that operations other than ours compute with in floating point;
+    requantized: what requantizing experts to FP8 rounded, and what packages say of the modules, or
+    ""; version, options: of fusion_moe, those that change what is compiled; listings: the functions
+    of `sources`; of: what was called with which tensors; advice: what to do next, sentences; made,
     where: when, and the processor or GPU of this machine.
     """
 
@@ -268,7 +268,7 @@ class ReportData:
     saved: tuple[TensorReport, ...] = ()
     gradients: tuple[TensorReport, ...] = ()
     float_experts: tuple[str, ...] = ()
-    folded: str = ""
+    requantized: str = ""
     unfused_flops: int | None = None
     unfused_bytes: int | None = None
     chosen_by_sizes: tuple[str, ...] = ()

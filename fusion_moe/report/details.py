@@ -49,7 +49,7 @@ def details(report: ReportData) -> str:
     parts = [
         f"{title}; {calls}",
         _filled(advice(report.float_experts) if report.float_experts else ""),
-        _filled(report.folded),
+        _filled(report.requantized),
         *(_table(rows(report)) for rows in (_segments, _times) if fusions),
         *(_section(title, rows) for title, rows in sections),
         _filled(_legend(report) if fusions else f"nothing was fused: {report.why_nothing}"),

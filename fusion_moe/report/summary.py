@@ -109,8 +109,8 @@ def warnings(report: ReportData) -> Iterator[str]:
     """
     if report.float_experts:
         yield advice(report.float_experts)
-    if report.folded:
-        yield report.folded
+    if report.requantized:
+        yield report.requantized
     for why, ids in _grouped((s.backend_why, s.id) for s in report.segments if is_plain(s)):
         yield f"plain torch runs {some(ids)}: {why}"
     if report.void:

@@ -26,7 +26,7 @@ from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.inductor.compile_graph import compile_calls
 from ..frontends.inductor.dynamo import apart, first_break
 from ..frontends.regions import NotFused
-from ..nn.frozen import PackedModule, folding
+from ..nn.frozen import PackedModule, requantizing
 from ..options import Options
 from ..plugins import CompiledBy
 from .advice import advice_on
@@ -245,8 +245,8 @@ def _in_dynamo(call: Call, switches: Options, watch: Watch | None, backward: boo
             why += _LOOP if seen.float_experts else ""
             seen.breaks.append(NotFused("graph break", line, why))
     if isinstance(owner, torch.nn.Module):
-        notes = folding(owner.modules()), *(note(owner) for note in plugins.noted)
-        seen.folded = "; ".join(filter(None, notes))
+        notes = requantizing(owner.modules()), *(note(owner) for note in plugins.noted)
+        seen.requantized = "; ".join(filter(None, notes))
     return seen
 
 

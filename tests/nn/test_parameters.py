@@ -103,7 +103,7 @@ def test_adapters_are_averaged():
 
 
 @pytest.mark.parametrize("weights", ["fp8", "both"])
-def test_folded_weights_among_buffers(weights):
+def test_requantized_weights_among_buffers(weights):
     made = nn.ModuleDict({"experts": experts()})
     prepare_(made, weights=weights)
     how = get_ema_multi_avg_fn(0.9)
@@ -114,7 +114,7 @@ def test_folded_weights_among_buffers(weights):
     with options.override(target="reference"), torch.no_grad():
         assert average.module["experts"](*x).equal(made["experts"](*x))
     buffers = made.bfloat16()["experts"].named_buffers()
-    assert {type(t) for name, t in buffers if "folded" in name} == {EncodedParameter}
+    assert {type(t) for name, t in buffers if "requantized" in name} == {EncodedParameter}
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "int4"])

@@ -213,7 +213,7 @@ def test_much_is_told_at_once_with_its_speed(capsys, monkeypatch):
     ]
 
 
-def test_weights_are_folded_if_the_config_says_so(tokens):
+def test_weights_are_requantized_if_the_config_says_so(tokens):
     model = qwen3_moe(moe_intermediate_size=48)
     fusion_moe.quantize_(model, fusion_moe.NVFP4Config("fp8", weights="fp8"))
     assert [(e.weights, e.activation_format) for e in experts_of(model)] == [("fp8", "fp8")] * 2

@@ -21,7 +21,7 @@ from fusion_moe.encodings import (
     find,
     quantize,
 )
-from fusion_moe.encodings.folding import fold
+from fusion_moe.encodings.requantized import requantize
 from fusion_moe.integrations.distributed.states import FeatureShards
 from fusion_moe.layouts import LAYOUTS, Padding
 from fusion_moe.layouts.groups import ceil_to
@@ -124,7 +124,7 @@ def test_what_fp8_loses_is_counted(runs, monkeypatch):
     """The blocks of 128 rows that hold the same runs lose the same, whatever the layout."""
     x = torch.randn(E, 192, 256, generator=torch.Generator().manual_seed(0))
     q, form = quantize(x, NVFP4), Form(FP8_E8M0, runs=runs)
-    want, count = fold(q, runs)
+    want, count = requantize(q, runs)
     tiles = Weight([*q], Form(NVFP4)).to(Form(NVFP4, "w16x64"))
     monkeypatch.setattr(conversion, "_PANEL", 1)
     made = tiles.to(form)

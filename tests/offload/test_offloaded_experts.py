@@ -226,7 +226,7 @@ def test_no_training(golden):
         messages(
             {
                 "parameters": lambda: found.requires_grad_(True),
-                "folded weights": lambda: fusion_moe.prepare_(found, weights="fp8"),
+                "requantized weights": lambda: fusion_moe.prepare_(found, weights="fp8"),
             }
         )
     )

@@ -340,7 +340,7 @@ def test_other_objects_are_refused(run, tmp_path, golden):
 
 def test_other_files_are_refused(tmp_path, golden):
     texts = {
-        "explain's": '{"schema": "fusion_moe.explain/11"}',
+        "explain's": '{"schema": "fusion_moe.explain/12"}',
         "Perfetto's": '{"traceEvents": []}',
         "without its tables": '{"schema": "fusion_moe.record/1"}',
         "a list": "[]",

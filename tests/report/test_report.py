@@ -78,7 +78,7 @@ def test_what_was_not_fused_is_told(report):
 
 def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
-    assert data["schema"] == "fusion_moe.explain/11"
+    assert data["schema"] == "fusion_moe.explain/12"
     assert data.keys() == {"schema"} | {f.name for f in fields(report)}
     assert data["fusions"][0]["segments"][1]["boundary"].startswith(
         "grouped_mm contracts the result of grouped_mm"

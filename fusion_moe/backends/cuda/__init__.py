@@ -107,7 +107,7 @@ def _text(source: Source) -> str:
     return "\n".join(k.text for k in source.launches(source.choose(sizes, gpu), sizes, gpu))
 
 
-def _folded_from(device: torch.device, groups: int, n: int, k: int) -> float:
+def _requantized_from(device: torch.device, groups: int, n: int, k: int) -> float:
     """By the GPU's table."""
     of = Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
     return table_of(cuda.facts()).change("folded", of)
@@ -133,7 +133,7 @@ BACKEND = Backend(
             linear_weights={"fp8": fp8.LINEAR_WEIGHTS},
             quantized_results=fp8.ROWS,
             matrix_scales=(NVFP4.name,),
-            folded_from=_folded_from,
+            requantized_from=_requantized_from,
             transposed_columns=_transposed_columns,
             sends_sums=True,
         ),

@@ -96,8 +96,8 @@ def from_pretrained(
     transformers' FineGrainedFP8Config() asks for that and activation_format="fp8": what a directory
     itself says about activations never does.
     UnsupportedError for a `quant_method` that is not supported here, and for a device_map with
-    encoded weights on the meta device, or on disk while they are rounded or folded (those that a
-    directory has encoded may be there, with offload_folder); CheckpointError for weights that are
+    encoded weights on the meta device, or on disk while they are rounded or requantized (those that
+    a directory has encoded may be there, with offload_folder); CheckpointError for weights that are
     missing, left over or of another dtype or size. For encoded weights both are raised before any
     weight is read. In a directory in floats, transformers finds missing weights while it loads;
     output_loading_info=True returns (model, info) nevertheless. A new head, such as a classifier's,

@@ -26,7 +26,7 @@ def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
     """
     before = dict(model.named_modules())
     contracts = {name: layout_of(m) for name, m in before.items()}
-    # there are no numbers yet: weights are folded once they are read
+    # there are no numbers yet: weights are requantized once they are read
     quantize_(model, replace(config, weights="packed"))
     replaced = {
         name: contract

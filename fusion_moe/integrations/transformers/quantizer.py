@@ -286,7 +286,7 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def _check_places(self, model: Any, device_map: Any) -> None:
         """UnsupportedError for encoded weights that a device map leaves on the meta device, and for
-        those on disk that are encoded or folded only now.
+        those on disk that are encoded or requantized only now.
         """
         # else the name of a way to make one
         devices = device_map if isinstance(device_map, Mapping) else {}

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...encodings import FOLDED, foldable
+from ...encodings import REQUANTIZED, requantizable
 from ...encodings.encoded import plain
 from ...layouts import Layout
 from ...messages import warn_once
 from ...target import Target
 from ..local import local
-from .folded import Reading, folded_names, need_free_order, renew_, settle_
 from .packed import PackedModule
+from .requantized import Reading, need_free_order, renew_, requantized_names, settle_
 from .weight import Form, Weight
 
 
@@ -26,10 +26,10 @@ class AdaptableModule(PackedModule):
 
     projections: the names of the weights; targets: what `add_lora_` calls them; wrappers: the
     adapters of another library, which wrap this module, by projection. An adapter has A [G, r, K],
-    B [G, N, r], scale, and whether it is disabled. reading: what weights are read as (folded.py),
-    None: as they are. fixed: why the module can have no adapter, no folded weights and no share of
-    a rank, "" if it can. adapters_on: where its adapters compute, which it can have nevertheless,
-    if weights lie elsewhere.
+    B [G, N, r], scale, and whether it is disabled. reading: what weights are read as
+    (requantized.py), None: as they are. fixed: why the module can have no adapter, no requantized
+    weights and no share of a rank, "" if it can. adapters_on: where its adapters compute, which it
+    can have nevertheless, if weights lie elsewhere.
     """
 
     projections: tuple[str, ...]
@@ -56,11 +56,11 @@ class AdaptableModule(PackedModule):
         return "linear" if self.weights == "fp8" else super().layout_on(target)
 
     def why_not(self, layout: Layout) -> str:
-        """As in `PackedModule`; folded weights are not padded."""
+        """As in `PackedModule`; requantized weights are not padded."""
         padded = [weight for weight in self.part_names if self.padding(weight, layout)]
         if self.weights != "packed" and padded:
             name = self.part_names[padded[0]][0]
-            return f"{name} would be padded, and its folded weight is not"
+            return f"{name} would be padded, and its requantized weight is not"
         return super().why_not(layout)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
@@ -76,36 +76,38 @@ class AdaptableModule(PackedModule):
         """Makes anew what is made of the weights, which have changed in place."""
         renew_(self)
 
-    def _folded(self, rows: int) -> bool:
-        """Whether products of so many rows read folded weights."""
+    def _requantized(self, rows: int) -> bool:
+        """Whether products of so many rows read requantized weights."""
         if (reading := self.reading) is None:
             return False
         if reading.weights == "both" and not torch.compiler.is_compiling():
             need_free_order()
         return reading.weights == "fp8" or rows >= reading.rows
 
-    def _operand(self, projection: str, of_fold: bool) -> list[Tensor]:
+    def _operand(self, projection: str, of_fp8: bool) -> list[Tensor]:
         """The parts of a weight that a product reads."""
-        if not of_fold:
+        if not of_fp8:
             return self._parts(projection)
         return [
-            t for name in folded_names(projection) if (t := self._buffers.get(name)) is not None
+            t
+            for name in requantized_names(projection)
+            if (t := self._buffers.get(name)) is not None
         ]
 
-    def folded_of(self, projection: str) -> Weight:
-        """A folded weight with its form."""
-        parts = list(map(plain, self._operand(projection, of_fold=True)))
-        return Weight(parts, Form(FOLDED, runs=self.matrices(projection)))
+    def requantized_of(self, projection: str) -> Weight:
+        """A requantized weight with its form."""
+        parts = list(map(plain, self._operand(projection, of_fp8=True)))
+        return Weight(parts, Form(REQUANTIZED, runs=self.matrices(projection)))
 
-    def _format(self, of_fold: bool) -> dict[str, str]:
+    def _format(self, of_fp8: bool) -> dict[str, str]:
         """The arguments that say how these parts are stored, and what rows are rounded to: rows in
         FP8 have no use beside weights in fewer bits, which are multiplied in 16.
         """
         form = self.forms[self.projections[0]]
-        few = self.activation_format == "fp8" and not of_fold and foldable(form.encoding)
+        few = self.activation_format == "fp8" and not of_fp8 and requantizable(form.encoding)
         return {
-            "weight_format": FOLDED.name if of_fold else form.encoding.name,
-            "weight_layout": "linear" if of_fold else form.layout,
+            "weight_format": REQUANTIZED.name if of_fp8 else form.encoding.name,
+            "weight_layout": "linear" if of_fp8 else form.layout,
             "activation_format": "bf16" if few else self.activation_format,
         }
 
@@ -154,15 +156,15 @@ class AdaptableModule(PackedModule):
         """rows [..., K] that are sorted by group, ends i32[G] of the groups -> [..., N], with what
         an adapter adds.
         """
-        padding, of_fold, scale = self.forms[projection].padding, False, self._lora_scale
+        padding, of_fp8, scale = self.forms[projection].padding, False, self._lora_scale
         if self.reading is not None:
-            of_fold = self._folded(rows.numel() // rows.shape[-1])
+            of_fp8 = self._requantized(rows.numel() // rows.shape[-1])
         y = torch.ops.fusion_moe.grouped_mm(
             padding.pad_columns(rows) if padding else rows,
-            self._operand(projection, of_fold),
+            self._operand(projection, of_fp8),
             ends,
             *self._factors(projection, scale),
-            **self._format(of_fold),
+            **self._format(of_fp8),
             lora_scale=scale,
         )
         return padding.cut_rows(y) if padding else y

@@ -80,13 +80,13 @@ class Experts(Projections):
                     "hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__
                 )
                 hidden_states = of_gate_up.pad_columns(hidden_states)
-            arguments, of_fold = self._arguments(hidden_states), False
+            arguments, of_fp8 = self._arguments(hidden_states), False
             if self.reading is not None or self.activation_format == "fp8":
                 rows = top_k_index.numel()
                 if adapters and "capacity" in adapters:  # ranks send each other what products read
                     rows = int(adapters["capacity"]) * top_k_index.shape[-1] or rows
-                of_fold = self._folded(rows)
-                arguments |= self._format(of_fold)
+                of_fp8 = self._requantized(rows)
+                arguments |= self._format(of_fp8)
             if adapters:
                 arguments |= adapters
             try:
@@ -94,8 +94,8 @@ class Experts(Projections):
                     hidden_states,
                     top_k_index,
                     top_k_weights,
-                    self._operand(up, of_fold),
-                    self._operand(down, of_fold),
+                    self._operand(up, of_fp8),
+                    self._operand(down, of_fp8),
                     **arguments,
                 )
             except Error as error:  # whose message has the operation's argument names

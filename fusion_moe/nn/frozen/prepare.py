@@ -24,8 +24,8 @@ from ...runtime.precompile import preparing
 from ..config import WEIGHTS
 from .adaptable import AdaptableModule
 from .base import place_
-from .folded import folding, read_as_
 from .packed import PackedModule
+from .requantized import read_as_, requantizing
 
 _ALL = "all"
 # tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a
@@ -66,11 +66,11 @@ def prepare_(
             a model afterwards makes other programs: pass the model that torch.compile returned.
         weights: what experts in fewer than 8 bits are read as from now on, for
             activation_format="fp8"; None: as before. "packed": as they are stored, and activations
-            in 16 bits. "fp8": folded to FP8 with a power of two for 128 x 128, once, now; what was
-            loaded stays in the host's memory, for state dicts and `save_pretrained`, which never
-            write the fold. "both": packed below some 130 rows an expert, folded from there on, and
-            both in the device's memory; then numbers depend on how many rows are computed together.
-            Logs what was rounded, and how large it is.
+            in 16 bits. "fp8": requantized to FP8 with a power of two for 128 x 128, once, now; what
+            was loaded stays in the host's memory, for state dicts and `save_pretrained`, which
+            never write the FP8 weights. "both": packed below some 130 rows an expert, in FP8 from
+            there on, and both in the device's memory; then numbers depend on how many rows are
+            computed together. Logs what was rounded, and how large it is.
 
     Raises:
         UnsupportedError: for a model that calls nothing of this library, and for one that takes no
@@ -113,11 +113,11 @@ def prepare_(
             kept[name or type(module).__name__] = why
         place_(module)
         module.decided()
-    if weights is not None and (did := folding(modules.values())):
+    if weights is not None and (did := requantizing(modules.values())):
         log.warning("%s", did)
     elif weights not in (None, "packed") and modules:
         log.warning(
-            "weights = %r changes nothing: none of the weights, in %s, can be folded to FP8",
+            "weights = %r changes nothing: none of the weights, in %s, can be requantized to FP8",
             weights,
             ", ".join(dict.fromkeys(m.encoding.name for m in modules.values())),
         )

@@ -13,7 +13,7 @@ from ...encodings import (
 from ...errors import ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .adaptable import AdaptableModule
-from .folded import read_as_
+from .requantized import read_as_
 
 
 class Projections(AdaptableModule):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...encodings import F32, PLAIN, Encoding, Part, Quantized, has_values
 from ...encodings.checks import check_floats
-from ...encodings.folding import fold
+from ...encodings.requantized import requantize
 from ...layouts import LAYOUTS, Layout, Padding
 from ...runtime.host_memory import pages
 from ..local import Sharding
@@ -112,7 +112,7 @@ class Form:
 @dataclass(frozen=True, eq=False)
 class Weight:
     """The parts of a weight [..., N, K] in a form. lost: what rounding to FP8 did to it, as
-    `encodings.folding.fold` counts.
+    `encodings.requantized.requantize` counts.
     """
 
     parts: Sequence[Tensor]
@@ -245,7 +245,7 @@ def _convert(
         numbers, layout = parts[0].contiguous(), there.layout if kernels else "linear"
         parts = round_(numbers, there.encoding, there.runs, matrix_scale, layout, scales)
     elif here.encoding != there.encoding:
-        parts, lost = fold(Quantized(*parts, encoding=here.encoding), there.runs)
+        parts, lost = requantize(Quantized(*parts, encoding=here.encoding), there.runs)
     for t, new in zip(own, parts if kernels else there.pack(parts), strict=True):
         t.view(torch.uint8).copy_(new.contiguous().reshape(t.shape).view(torch.uint8))
     return lost

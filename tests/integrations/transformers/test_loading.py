@@ -539,7 +539,7 @@ EXPERTS_ON_DISK = {key: "cpu" for key in ON_CPU if key != "model.layers"} | {
     ],
 )
 def test_where_encoded_weights_cannot_be(given, where, tmp_path):
-    """Where they are rounded or folded while the model loads, before any weight is read."""
+    """Where they are rounded or requantized while the model loads, before any weight is read."""
     pytest.importorskip("accelerate")
     if weights := given.pop("weights", None):
         given["quantization_config"] = NVFP4Config(activation_format="fp8", weights=weights)

@@ -220,13 +220,13 @@ def test_eight_bit_floats_with_rows_in_fp8_if_asked(tmp_path):
             experts(quantization_config=FineGrainedFP8Config(**wrong))
 
 
-def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
+def test_experts_are_requantized_as_they_are_loaded_and_saved_as_they_were(tmp_path):
     source = MADE / "modelopt-qwen3_5_moe-mixed"
     as_it_is = from_pretrained(source)
     made = from_pretrained(source, quantization_config=NVFP4Config("fp8", weights="fp8"))
-    folded = [m for m in made.modules() if getattr(m, "reading", None)]
-    assert folded
-    assert {m.weights for m in folded} == {"fp8"}
+    requantized = [m for m in made.modules() if getattr(m, "reading", None)]
+    assert requantized
+    assert {m.weights for m in requantized} == {"fp8"}
     made.save_pretrained(tmp_path)
     again = from_pretrained(tmp_path)
     assert same_parameters(again, as_it_is)
@@ -235,7 +235,7 @@ def test_experts_are_folded_as_they_are_loaded_and_saved_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["fp8", "both"])
-def test_experts_in_floats_are_folded_as_they_are_loaded(weights, tmp_path):
+def test_experts_in_floats_are_requantized_as_they_are_loaded(weights, tmp_path):
     model_of("qwen3_moe", torch.float32).save_pretrained(tmp_path)
     config, want = NVFP4Config(weights=weights), AutoModelForCausalLM.from_pretrained(tmp_path)
     made = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)

@@ -1,7 +1,7 @@
-"""What a module's weights in few bits are read as: packed, folded to FP8 (encodings/folding.py), or
-either, by the number of rows.
+"""What a module's weights in few bits are read as: packed, requantized to FP8
+(encodings/requantized.py), or either, by the number of rows.
 
-Parameters stay what was loaded, and state dicts have nothing else; folded weights are buffers that
+Parameters stay what was loaded, and state dicts have nothing else; weights in FP8 are buffers that
 are not saved. With "fp8" the parameters lie in the host's memory, since only state dicts read them.
 """
 
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import backends, options
-from ...encodings import FOLDED, EncodedParameter, foldable
+from ...encodings import REQUANTIZED, EncodedParameter, requantizable
 from ...errors import OptionError
 
 if TYPE_CHECKING:
     from .adaptable import AdaptableModule
 
-FROM = 128  # rows for each matrix from which "both" reads the folded ones; on CUDA, by a table
+FROM = 128  # rows for each matrix from which "both" reads the requantized ones; on CUDA, by a table
 _RUN = 32  # rows of gate that follow each other, or more, where kernels multiply FP8
 
 
 @dataclass(frozen=True)
 class Reading:
     """What a module's weights are read as: "fp8", or "both", which is FP8 from so many rows. lost:
-    by folding, as `encodings.folding.fold` counts.
+    by requantizing, as `encodings.requantized.requantize` counts.
     """
 
     weights: str
@@ -38,17 +38,17 @@ class Reading:
 
 
 def read_as_(module: AdaptableModule, weights: str) -> None:
-    """Makes a module read its weights by a policy: packed if they cannot be folded, such as FP8,
-    which are read as they are.
+    """Makes a module read its weights by a policy: packed if they cannot be requantized, such as
+    FP8, which are read as they are.
     """
     if module.reading is not None:
-        _move_packed(module, module.folded_of(module.projections[0]).parts[0].device)
+        _move_packed(module, module.requantized_of(module.projections[0]).parts[0].device)
         for projection in module.projections:
-            for name in folded_names(projection):
+            for name in requantized_names(projection):
                 delattr(module, name)
         module.reading = None
         module.reform(device=None)
-    if weights == "packed" or not foldable(module.encoding):
+    if weights == "packed" or not requantizable(module.encoding):
         return
     if weights == "both":
         need_free_order()
@@ -59,23 +59,25 @@ def read_as_(module: AdaptableModule, weights: str) -> None:
 
 
 def renew_(module: AdaptableModule) -> None:
-    """Folds weights, again into the same memory. Waits for the device."""
+    """Requantizes weights, again into the same memory. Waits for the device."""
     if module.reading is None:
         return
     lost = []
     for projection in module.projections:
-        here, there = module.value_of(projection), module.folded_of(projection)
+        here, there = module.value_of(projection), module.requantized_of(projection)
         with torch.no_grad():
-            folded = here.to(there.form, there.parts)
-        for name, part, t in zip(folded_names(projection), FOLDED.parts, folded.parts, strict=True):
+            requantized = here.to(there.form, there.parts)
+        for name, part, t in zip(
+            requantized_names(projection), REQUANTIZED.parts, requantized.parts, strict=True
+        ):
             if name not in module._buffers:
                 # a parameter among buffers: averages of all buffers meet it too
                 module.register_buffer(
                     name,
-                    EncodedParameter(t, holds=f"{part.name} of {FOLDED.name}"),
+                    EncodedParameter(t, holds=f"{part.name} of {REQUANTIZED.name}"),
                     persistent=False,
                 )
-        lost += [] if folded.lost is None else [folded.lost]
+        lost += [] if requantized.lost is None else [requantized.lost]
     if lost:
         module.reading = replace(module.reading, lost=tuple(torch.stack(lost).sum(0).tolist()))
     settle_(module)
@@ -88,9 +90,11 @@ def settle_(module: AdaptableModule) -> None:
     if module.weights == "fp8":
         _move_packed(module, torch.device("cpu"))
     if (reading := module.reading) and reading.weights == "both":
-        device = module.folded_of(module.projections[0]).parts[0].device
+        device = module.requantized_of(module.projections[0]).parts[0].device
         target, shape = backends.TARGETS.get(device.type), module.shape_of(module.projections[-1])
-        average = target.folded_from(device, *shape) if target and target.folded_from else FROM
+        average = (
+            target.requantized_from(device, *shape) if target and target.requantized_from else FROM
+        )
         alternate = getattr(module, "interleave", 0) % _RUN  # for which FP8 has only slow kernels
         module.reading = replace(reading, rows=maxsize if alternate else ceil(average * shape[0]))
 
@@ -112,19 +116,19 @@ def need_free_order() -> None:
         )
 
 
-def folded_names(projection: str) -> tuple[str, str]:
-    """The buffers that hold a folded weight."""
-    return f"{projection}_folded", f"{projection}_folded_scale"
+def requantized_names(projection: str) -> tuple[str, str]:
+    """The buffers that hold a requantized weight."""
+    return f"{projection}_requantized", f"{projection}_requantized_scale"
 
 
-def folding(modules: Iterable[torch.nn.Module]) -> str:
-    """What folding did to modules, in a sentence; "" if none is folded."""
+def requantizing(modules: Iterable[torch.nn.Module]) -> str:
+    """What requantizing did to modules, in a sentence; "" if none is requantized."""
     read: list[Any] = [m for m in modules if getattr(m, "reading", None) is not None]
     if not read:
         return ""
     exact, blocks, error, weight = map(sum, zip(*(m.reading.lost for m in read), strict=True))
-    weights = [(m.value_of(p), m.folded_of(p)) for m in read for p in m.projections]
-    packed, folded = (
+    weights = [(m.value_of(p), m.requantized_of(p)) for m in read for p in m.projections]
+    packed, requantized = (
         f"{sum(t.nbytes for w in form for t in w.parts) / 2**20:,.1f} MiB"
         for form in zip(*weights, strict=True)
     )
@@ -135,4 +139,5 @@ def folding(modules: Iterable[torch.nn.Module]) -> str:
     if any(m.weights == "both" for m in read):
         how += "; results depend on how many rows are computed together"
     names = " and ".join(dict.fromkeys(m.encoding.name for m in read))
-    return f"{len(read)} x weights in {names} ({packed}) folded to {FOLDED.name} ({folded}) {how}"
+    to = f"{REQUANTIZED.name} ({requantized})"
+    return f"{len(read)} x weights in {names} ({packed}) requantized to {to} {how}"

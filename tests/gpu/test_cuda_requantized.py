@@ -1,5 +1,5 @@
-"""Weights folded to FP8 on a GPU: what lies where, and that kernels multiply what the reference
-does.
+"""Weights requantized to FP8 on a GPU: what lies where, and that kernels multiply what the
+reference does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_what_lies_where():
     prepare_(module, weights="fp8")  # before it moves
     module.cuda()
     assert module.down_proj.device.type == "cpu"
-    assert module.down_folded.is_cuda
+    assert module.down_requantized.is_cuda
     moved = module(*inputs(700))
     there = experts().cuda()
     prepare_(there, weights="fp8")

@@ -1,5 +1,5 @@
-"""Weights in few bits that are read as FP8: what folding rounds, which numbers kernels read, and
-that state dicts never see it.
+"""Weights in few bits that are read as FP8: what requantizing rounds, which numbers kernels read,
+and that state dicts never see it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fusion_moe.encodings import (
     find,
     quantize,
 )
-from fusion_moe.encodings.folding import fold, foldable
+from fusion_moe.encodings.requantized import requantizable, requantize
 from fusion_moe.errors import OptionError
 from fusion_moe.nn import Experts, add_lora_, merge_lora_, update_weights_
-from fusion_moe.nn.frozen import folded
+from fusion_moe.nn.frozen import requantized
 
 E, H, I, T, SLOTS = 4, 160, 192, 6, 2
 
@@ -53,12 +53,14 @@ def inputs(tokens: int = T) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def of_numbers(experts: Experts) -> Experts:
-    """The same experts with folded weights as the only ones they have."""
-    parts = [Quantized(*experts.folded_of(p).parts, encoding=FP8_E8M0) for p in ("gate_up", "down")]
+    """The same experts with requantized weights as the only ones they have."""
+    parts = [
+        Quantized(*experts.requantized_of(p).parts, encoding=FP8_E8M0) for p in ("gate_up", "down")
+    ]
     return Experts(*parts, experts.activation_format)
 
 
-# Folding ------------------------------------------------------------------------------------------
+# Requantizing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("spread", "exact"), [(0, True), (14, True), (16, False), (30, False)])
@@ -69,7 +71,7 @@ def test_mxfp4_is_exact_where_a_block_spans_few_powers_of_two(spread, exact):
     codes = torch.full((256, 160), 0x77, dtype=torch.uint8)  # 6
     codes[3, 32:48] = 0x11  # 0.5
     w = Quantized(codes, scales.view(torch.float8_e8m0fnu), encoding=MXFP4)
-    made, count = fold(w)
+    made, count = requantize(w)
     assert count[:2].tolist() == [6 if exact or spread < 12 else 5, 6]
     assert torch.equal(dequantize(made), dequantize(w)) == (count[0] == 6)
     assert (count[2] == 0) == (count[0] == 6)
@@ -79,7 +81,7 @@ def test_mxfp4_is_exact_where_a_block_spans_few_powers_of_two(spread, exact):
 def test_other_scales_are_rounded_once_more(encoding):
     g = torch.Generator().manual_seed(0)
     w = quantize(torch.randn(2, 256, 320, generator=g), encoding)
-    made, (exact, blocks, error, weight) = fold(w)
+    made, (exact, blocks, error, weight) = requantize(w)
     assert made.encoding == FP8_E8M0
     assert (exact, blocks) == (0, 2 * 2 * 3)
     assert 0.015 < (error / weight).sqrt() < 0.03
@@ -89,13 +91,13 @@ def test_other_scales_are_rounded_once_more(encoding):
 def test_gate_and_up_share_no_block():
     w = torch.ones(1, 2 * 96, 128)
     w[:, 96:] = 2.0**-12
-    made, count = fold(quantize(w, MXFP4), runs=2)
+    made, count = requantize(quantize(w, MXFP4), runs=2)
     assert torch.equal(dequantize(made), w)
     assert count[:2].tolist() == [2, 2]
 
 
-def test_what_cannot_be_folded():
-    assert [e.name for e in (NVFP4, MXFP4, INT4, FP8, find("bf16")) if foldable(e)] == [
+def test_what_cannot_be_requantized():
+    assert [e.name for e in (NVFP4, MXFP4, INT4, FP8, find("bf16")) if requantizable(e)] == [
         "nvfp4",
         "mxfp4",
         "int4",
@@ -117,16 +119,16 @@ def test_explain_says_what_was_rounded():
     experts = module()
     prepare_(experts, weights="both")
     report = fusion_moe.explain(experts, *inputs())
-    assert report.folded.startswith("1 x weights in nvfp4")
+    assert report.requantized.startswith("1 x weights in nvfp4")
     assert "rounded once more" in " ".join(str(report).split())
-    assert fusion_moe.explain(module(), *inputs()).folded == ""
+    assert fusion_moe.explain(module(), *inputs()).requantized == ""
 
 
 # The policy ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", [NVFP4, MXFP4, INT4], ids=lambda e: e.name)
-def test_products_read_what_was_folded(encoding):
+def test_products_read_what_was_requantized(encoding):
     experts = module(encoding, "fp8")
     prepare_(experts, weights="fp8")
     with options.override(target="reference"):
@@ -136,7 +138,7 @@ def test_products_read_what_was_folded(encoding):
 
 
 def test_both_reads_by_the_number_of_rows(monkeypatch):
-    monkeypatch.setattr(folded, "FROM", 3)
+    monkeypatch.setattr(requantized, "FROM", 3)
     experts, packed = module(), module()
     prepare_(experts, weights="both")
     assert torch.equal(experts(*inputs(5)), packed(*inputs(5)))
@@ -162,16 +164,18 @@ def test_state_dicts_have_what_was_loaded(weights):
     )
     other = {name: t.clone() for name, t in wanted.items()}
     other["down_decode_scale"] *= 2
-    before = [t.data_ptr() for t in experts.folded_of("down").parts]
+    before = [t.data_ptr() for t in experts.requantized_of("down").parts]
     experts.load_state_dict(other)
     packed.load_state_dict(other)
     prepare_(packed, weights="fp8")
-    assert [t.data_ptr() for t in experts.folded_of("down").parts] == before
+    assert [t.data_ptr() for t in experts.requantized_of("down").parts] == before
     for p in ("gate_up", "down"):
-        assert all(map(torch.equal, experts.folded_of(p).parts, packed.folded_of(p).parts))
+        assert all(
+            map(torch.equal, experts.requantized_of(p).parts, packed.requantized_of(p).parts)
+        )
 
 
-def test_weights_that_change_are_folded_again():
+def test_weights_that_change_are_requantized_again():
     g = torch.Generator().manual_seed(5)
     new = {"down_proj": torch.randn(E, H, I, generator=g)}
     experts, packed = module(), module()
@@ -190,7 +194,7 @@ def test_weights_that_change_are_folded_again():
     assert torch.equal(experts(*inputs()), of_numbers(experts)(*inputs()))
 
 
-def test_copies_and_casts_keep_the_fold():
+def test_copies_and_casts_stay_requantized():
     experts = module()
     prepare_(experts, weights="fp8")
     wanted = experts(*inputs())
@@ -220,7 +224,7 @@ def test_what_it_says(caplog):
 
 def test_refusals(golden):
     cases = {
-        "what has one scale": lambda: fold(quantize(torch.ones(128, 128), FP8)),
+        "what has one scale": lambda: requantize(quantize(torch.ones(128, 128), FP8)),
         "another way": lambda: prepare_(module(), weights="fp4"),
         "another way of a config": lambda: NVFP4Config(weights="int8"),
     }
