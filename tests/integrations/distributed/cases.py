@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import precompiled
 import torch
 import torch._dynamo  # once for all ranks
+import torch._inductor.compile_fx
 import torch.distributed as dist
 from experts import experts as experts_on_cpu, float_weights
 from torch import Tensor, nn
@@ -749,22 +750,28 @@ def experts_and_features(mesh):
 @case
 def compiled(mesh):
     """In one graph, whose collectives are operations of torch, forward and backward."""
-    sent = {"dispatch": "all_to_all", "capacity": 0.9}
     # whose tracer takes a module as an argument
     floats = float_experts if torch.__version__ >= "2.13" else adapted_experts
-    for whole, backend, tokens, options in (
-        (adapted_experts(), "aot_eager", "replicated", {}),
-        (experts(E, H, I), "inductor", "sharded", {}),
-        (floats(), "fusion_moe", "sharded", sent),
-    ):
-        module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
-        for f in module, torch.compile(module, backend=backend, fullgraph=True):
-            found = forward_and_backward(f)
-            outcomes.append(
-                [*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)]
-            )
-            module.zero_grad()
-        assert_alike(*outcomes)
+    sent = {"dispatch": "all_to_all", "capacity": 0.9}
+    assert_compiled(mesh, floats(), "fusion_moe", "sharded", **sent)
+
+
+@case
+def compiled_by_others(mesh):
+    """The same by backends of torch."""
+    assert_compiled(mesh, adapted_experts(), "aot_eager", "replicated")
+    assert_compiled(mesh, experts(E, H, I), "inductor", "sharded")
+
+
+def assert_compiled(
+    mesh: DeviceMesh, whole: nn.Module, backend: str, tokens: str, **options: Any
+) -> None:
+    module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
+    for f in module, torch.compile(module, backend=backend, fullgraph=True):
+        found = forward_and_backward(f)
+        outcomes.append([*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)])
+        module.zero_grad()
+    assert_alike(*outcomes)
 
 
 @case

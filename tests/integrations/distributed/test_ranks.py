@@ -18,8 +18,8 @@ CASES = Path(__file__).with_name("cases.py")
 # Each group is the name of a file. Of two ranks all cases but those that take compilers longest; of
 # four what takes so many, the rest of what depends on how many there are with --all alone.
 KERNELS = (
-    "gradients_by_kernels,kernels_through_shared_memory,compiled_for_any_routing,"
-    "compiled_gradients_through_shared_memory"
+    "gradients_by_kernels,kernels_through_shared_memory,compiled_by_others,"
+    "compiled_for_any_routing,compiled_gradients_through_shared_memory"
 )
 TWO, REST_OF_TWO = f"2:-{KERNELS}", f"2:{KERNELS}"
 FOUR = "4:experts_and_features"
