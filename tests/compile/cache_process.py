@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 
+import precompiled
 import torch
 from moe_models import Mlp, tokens
 from torch._dynamo.utils import counters
@@ -32,6 +33,7 @@ def compiled() -> tuple[bool, bool]:
 
 
 if __name__ == "__main__":
+    precompiled.use()
     hits = {"as before": compiled()}
     report = fusion_moe.last_compiled().details()
     for name in sys.argv[1:]:

@@ -328,9 +328,11 @@ def test_workspaces_grow_and_are_kept():
 CALLS = "for _ in range(300):\n    experts(*given)\nprint(native.known())\n"
 
 
+@pytest.mark.once
 def test_a_process_stays_in_python_until_it_prepares():
     code = (
-        "import torch, fusion_moe\nfrom fusion_moe.runtime import native\n"
+        "import precompiled, torch, fusion_moe\nprecompiled.use()\n"
+        "from fusion_moe.runtime import native\n"
         "from runtime.test_native import layer, token\nexperts, given = layer(), token()\n"
         f"{CALLS}fusion_moe.prepare_(experts)\n{CALLS}"
     )

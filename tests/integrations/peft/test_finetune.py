@@ -28,11 +28,25 @@ pytestmark = [
 ]
 
 
+# Runs a program whose kernels are those that tests have compiled.
+RUN = """
+import runpy, sys
+import precompiled
+precompiled.use()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture
 def example(monkeypatch, tmp_path):
     """The example, and its options for given ones."""
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{RUN}", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     program = runpy.run_path(str(EXAMPLE))
 
     def options(*given: Any) -> Any:
