@@ -36,6 +36,7 @@ from ...checkpoints.directory import (
 from ...checkpoints.gguf_models import FAMILIES
 from ...errors import CheckpointError, Error, OptionError, UnsupportedError, in_one_line
 from ...messages import CONFIG, GGUF, some
+from ...nn.config import config_of
 from ...options import during
 from .adapters import read_adapters_
 from .completeness import new_heads
@@ -91,8 +92,8 @@ def from_pretrained(
     config.json names, such as one with a vision tower, or AutoModelForCausalLM if transformers has
     no such class. kwargs may change entries of the configuration, unless config is given, which
     stays as it is.
-    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4;
-    with weights="fp8" those in 8-bit floats stay, and all others in few bits are read as FP8.
+    quantization_config="nvfp4", or NVFP4Config(): rounds experts in floats, also of 8 bits, to
+    NVFP4; with weights="fp8" those in 8-bit floats stay, all others in few bits are read as FP8.
     transformers' FineGrainedFP8Config() asks for that and activation_format="fp8": what a directory
     itself says about activations never does.
     UnsupportedError for a `quant_method` that is not supported here, and for a device_map with
@@ -111,6 +112,8 @@ def from_pretrained(
     max_memory of one GPU and the CPU, with device_map="auto" or experts_device: experts that do not
     fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
     """
+    if isinstance(name := kwargs.get("quantization_config"), str):
+        kwargs["quantization_config"] = config_of(name, "from_pretrained")
     offloads = experts_device is not None or kv_tokens is not None
     if offloads or _may_offload(directory, mesh, kwargs):
         from ...offload.loading import offloaded  # a large import, which others need not wait for

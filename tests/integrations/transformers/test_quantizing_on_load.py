@@ -64,6 +64,16 @@ def test_the_configuration_of_quantize_will_do(saved):
         assert model.config.to_dict()["quantization_config"] == NVFP4Config("nvfp4").to_dict()
 
 
+def test_a_format_by_its_name(saved, tmp_path):
+    model = from_pretrained(saved, quantization_config="nvfp4")
+    other = from_pretrained(saved, quantization_config=fusion_moe.NVFP4Config())
+    assert same_parameters(model, other)
+    model.save_pretrained(tmp_path)
+    assert same_parameters(from_pretrained(tmp_path, quantization_config="nvfp4"), other)
+    with pytest.raises(OptionError, match="config = 'nvfp3'.*did you mean"):
+        from_pretrained(saved, quantization_config="nvfp3")
+
+
 def test_names_in_files_are_the_familys(tmp_path):
     model = model_of("mixtral", torch.float32)
     fusion_moe.quantize_(model)
