@@ -245,6 +245,18 @@ def precompiled_headers() -> None:
 
 
 @pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Kernels are compiled with -O3: those of a model that is called often take longer without than
+    a compiler with it.
+    """
+    import precompiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(precompiled.LEVEL, precompiled.O3)
+        yield
+
+
+@pytest.fixture(scope="module")
 def meaning() -> Iterator[None]:
     """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a
     kernel for each takes long.

@@ -26,17 +26,17 @@ def use() -> None:
     the code is the same; names end with another level.
     """
     real, version = build._compile, cache(build._version)
-    name, level = build.LibrarySource.file, os.environ.get(LEVEL, O3)
+    name = build.LibrarySource.file
 
     def file(source: build.LibrarySource, compiler: build.Compiler) -> str:
-        usual = Path(name(source, compiler))
+        usual, level = Path(name(source, compiler)), os.environ.get(LEVEL, O3)
         if level == O3 or KERNELS not in source.include:
             return usual.name
         return f"{usual.stem}{level}{usual.suffix}"
 
     def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
         if KERNELS in source.include:
-            command = [level if flag == O3 else flag for flag in command]
+            command = [os.environ.get(LEVEL, O3) if flag == O3 else flag for flag in command]
         # what is included before it, as emulated instructions are, would be left out
         first = KERNELS in source.include and "-include" not in command
         if first and "Free Software Foundation" in version((command[0],)):

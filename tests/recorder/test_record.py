@@ -30,7 +30,7 @@ from fusion_moe.runtime import native, nvrtc, recording
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 PROMPT, TOKENS = 11, 24
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("optimized")]
 
 
 def loaded(**more):
