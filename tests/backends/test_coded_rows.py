@@ -27,7 +27,7 @@ extern "C" void decode(const u8* codes, const float* scales, i64 pieces, bf16* t
 @pytest.mark.parametrize(("k", "order"), [(192, False), (192, True), (400, False)])
 def test_decoded_rows_are_those_of_the_encoding(k, order, tmp_path):
     rows = quantize(torch.randn(5, k) * 2.0 ** torch.arange(-4, 6, 2)[:, None], FP8_ROWS)
-    copy(tmp_path, KERNELS / "coded_rows.cuh")
+    copy(tmp_path, KERNELS / "coded_rows.cuh", KERNELS / "fragment_order.cuh")
     found = torch.empty(5, k, dtype=torch.bfloat16)
     codes, scales = (t.contiguous() for t in rows)
     library(tmp_path, _CALL.format(k=k, order=str(order).lower())).decode(
