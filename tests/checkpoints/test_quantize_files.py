@@ -359,5 +359,5 @@ def test_layers_are_skipped_by_name(to: str, tmp_path: Path) -> None:
     assert torch.equal(directory.read(name), tensors[name])
     ignored = {"nvfp4": EXPERTS, "int4": r"re:model\.layers\.0\.mlp\.experts\..*"}[to]
     assert ignored in directory.quantization["ignore"]
-    with pytest.raises(OptionError, match=r"skip = \['\*.layers.7.\*'\]; expected a list of names"):
+    with pytest.raises(OptionError, match=r"skip: '\*.layers.7.\*' fits no module; .* a list"):
         quantize(src, tmp_path / "other", to=to, skip=["*.layers.7.*"])

@@ -219,14 +219,14 @@ def _explained(where: str, auto_class: Any, config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(where: str) -> Iterator[None]:
-    """CheckpointError in place of what transformers raises for entries of a configuration."""
+def _readable(where: str, kind: type[Error] = CheckpointError) -> Iterator[None]:
+    """An error of ours in place of what transformers raises for entries of a configuration."""
     try:
         yield
     except (Error, OSError, ImportError):
         raise
     except Exception as error:  # of a wrong one transformers and torch raise any kind
-        raise CheckpointError(
+        raise kind(
             f"{type(error).__name__}: {in_one_line(error)}",
             expected="a configuration of which transformers makes a model",
             where=where,
@@ -345,7 +345,7 @@ def on_meta(config: Any, where: str = "") -> Any:
     """
     kind = _class_named(config, where, {})
     of_model = issubclass(kind, PreTrainedModel)
-    with _readable(f"{where}: {CONFIG}"), torch.device("meta"):
+    with _readable(f"{where}: {CONFIG}", UnsupportedError), torch.device("meta"):
         return kind._from_config(config) if of_model else kind.from_config(config)
 
 
