@@ -21,9 +21,10 @@ INTRINSICS = "#include <immintrin.h>\n"  # of all tiers but "generic"
 FOLDER = options.current().cache_dir  # not that of a test
 
 
+@cache
 def use() -> None:
-    """Has kernels that this process compiles begin so. What they are called in caches stays, where
-    the code is the same; names end with another level.
+    """Has kernels that this process and its forks compile begin so. What they are called in caches
+    stays, where the code is the same; names end with another level.
     """
     real, version = build._compile, cache(build._version)
     name = build.LibrarySource.file

@@ -80,6 +80,7 @@ def flipped(t: Tensor) -> None:
     t.copy_(t.flip(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["codes", "scale", "factor"])
 @pytest.mark.parametrize(
     "write",
