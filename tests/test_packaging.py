@@ -403,6 +403,8 @@ def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_p
 def test_an_installed_wheel_runs_a_model_without_a_compiler(source, tmp_path):
     """Kernels that came with it multiply, and so did the library for calls without Python."""
     site, cache = tmp_path / "site", tmp_path / "cache"
+    for library in source.rglob("shipped/*.so"):  # of a compiler that only pretends
+        library.unlink()
     wheel = build("wheel", tmp_path / "wheel", source, builds.find_compiler().command[0])
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     run(*pip, "--no-deps", "--no-index", "--target", site, wheel)
