@@ -366,6 +366,7 @@ ENTRIES = {
     "past all memory": {"hidden_size": 2**62},
     "no dtype": {"dtype": 3},
     "a long list": {"pad_token_id": [0] * 10_000},
+    "lists in lists": {"extra": json.loads("[" * 900 + "]" * 900)},
 }
 
 

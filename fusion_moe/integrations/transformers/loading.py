@@ -376,7 +376,9 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     """
     if directory is not None and Path(directory).suffix == GGUF:
         return _from_dict(_gguf(directory).config, **kwargs)
-    config_dict, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
+    where = f"{directory}: {CONFIG}"
+    with _readable(where):  # what is nested deeply, for one
+        config_dict, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
     model_type = config_dict.get("model_type", "")
     if not isinstance(model_type, str):
         raise CheckpointError(
@@ -384,7 +386,7 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
             expected="the name of a family of models",
             where=str(directory),
         )
-    family, where = _SAME_AS.get(model_type), f"{directory}: {CONFIG}"
+    family = _SAME_AS.get(model_type)
     if (
         model_type
         and not {model_type, family} & {*CONFIG_MAPPING}
