@@ -114,8 +114,10 @@ class _ShortNames:
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """None for all other modules."""
         package, _, rest = name.partition(".")
+        if package != __name__:  # of nearly all imports
+            return None
         short = next((s for s in _LONG if f"{rest}.".startswith(f"{s}.")), None)
-        if package != __name__ or short is None:
+        if short is None:
             return None
         long = find_spec(f"{__name__}.{_LONG[short]}{rest.removeprefix(short)}")
         return long and ModuleSpec(name, self, loader_state=long.name)  # type: ignore[arg-type]
