@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 FOLDERS = "fusion_moe", "translators", "tests", "benchmarks", "tools"
-BESIDE = "integrations", "offload", "checkpoints", "lora", "recorder", "cli"  # the core
+BESIDE = "integrations", "offload", "checkpoints", "lora", "recorder", "cli"  # not the core
 CXX = {".h", ".cuh", ".cpp", ".cu", ".c"}
 _NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL)
 

@@ -99,6 +99,11 @@ class LibrarySource:
             / f"{self.name}-{self.isa_level}-{self._key(*self.all_flags(having))}.so"
         )
 
+    def prebuilt(self) -> Path | None:
+        """The shipped library for this CPU; None if it did not come with the package."""
+        path = self.came_with()
+        return path if path is not None and path.is_file() else None
+
     def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
         """The compiler's command line, without source and output."""
         return [
@@ -138,9 +143,9 @@ def is_built(source: LibrarySource) -> bool:
     """Whether `build` would find the library in the package or the cache; of the cache none is
     found without a compiler.
     """
-    came, compiler = source.came_with(), find_compiler()
-    if came is not None and came.is_file():
+    if source.prebuilt():
         return True
+    compiler = find_compiler()
     return compiler is not None and store.has(source.file(compiler))
 
 
@@ -154,8 +159,8 @@ def library(source: LibrarySource) -> ctypes.CDLL:
 
 def build(source: LibrarySource) -> Path:
     """The file of the library of a source, for this CPU or another one. BuildError if it fails."""
-    path = source.came_with()
-    if path is None or not path.is_file():
+    path = source.prebuilt()
+    if path is None:
         compiler = find_compiler()
         if compiler is None:
             raise BuildError(why_no_compiler(), where=source.name)

@@ -213,8 +213,7 @@ def came(isa_level: str, encoding: str) -> bool:
     """Whether the library of products for an ISA level and an encoding came with the package, for
     this CPU. UnsupportedError for an encoding without a reader.
     """
-    path = library_source(isa_level, encoding).came_with()
-    return path is not None and path.is_file()
+    return library_source(isa_level, encoding).prebuilt() is not None
 
 
 def blocks_source(isa_level: str) -> build.LibrarySource:
