@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
@@ -268,6 +269,15 @@ def meaning() -> Iterator[None]:
 
 
 # Golden texts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pythons_own_recursion_limit() -> Iterator[None]:
+    """Other packages raise it when they are imported."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 @pytest.fixture

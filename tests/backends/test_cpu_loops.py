@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -539,15 +538,6 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32), *weight]
     for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):
         close(found, want, 1e-5)
-
-
-@pytest.fixture
-def pythons_own_recursion_limit():
-    """Other packages raise it when they are imported."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    yield
-    sys.setrecursionlimit(before)
 
 
 @pytest.mark.usefixtures("pythons_own_recursion_limit")

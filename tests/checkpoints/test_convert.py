@@ -366,7 +366,6 @@ ENTRIES = {
     "past all memory": {"hidden_size": 2**62},
     "no dtype": {"dtype": 3},
     "a long list": {"pad_token_id": [0] * 10_000},
-    "lists in lists": {"extra": json.loads("[" * 900 + "]" * 900)},
 }
 
 
@@ -377,6 +376,15 @@ def test_configurations_of_which_there_is_no_model(entries: dict[str, Any], tmp_
     with pytest.raises(UnsupportedError, match="expected a configuration") as error:
         convert(source, tmp_path / "written", to="dense")
     assert len(str(error.value)) < 2000
+
+
+@pytest.mark.usefixtures("pythons_own_recursion_limit")
+def test_a_configuration_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    source = copied("modelopt-qwen3_moe", tmp_path)
+    file = source / "config.json"
+    file.write_text(file.read_text().rstrip()[:-1] + f', "extra": {"[" * 900 + "]" * 900}}}')
+    with pytest.raises(UnsupportedError, match="expected a configuration"):
+        convert(source, tmp_path / "written", to="dense")
 
 
 def test_biases_without_rows(tmp_path: Path) -> None:

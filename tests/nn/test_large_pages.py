@@ -130,15 +130,19 @@ def test_what_came_from_another_device_is_put_there(made):
 
 
 @needs_advice
-def test_prepare_puts_copies_there_and_leaves_shared_memory(made):
+def test_prepare_puts_copies_there(made):
     module = copy.deepcopy(made)
     for p in module.parameters():
-        elsewhere = torch.empty(p.nbytes + 64, dtype=torch.uint8)[64:]
-        p.data = elsewhere.view(p.dtype).view(p.shape).copy_(p.data)
+        elsewhere = torch.empty(p.nbytes + 2 * pages.PAGE, dtype=torch.uint8)
+        start = 64 - elsewhere.data_ptr() % pages.PAGE + pages.PAGE
+        p.data = elsewhere[start : start + p.nbytes].view(p.dtype).view(p.shape).copy_(p.data)
     assert starts_at_pages(module) == [False, False]
     fusion_moe.prepare_(module, "cpu")
     assert starts_at_pages(module) == [True, True]
     assert same_bytes(module, made)
+
+
+def test_prepare_leaves_shared_memory(made):
     shared = copy.deepcopy(made).share_memory()
     places = [p.data_ptr() for p in shared.parameters()]
     fusion_moe.prepare_(shared, "cpu")
