@@ -6,9 +6,9 @@ bit for bit.
     python benchmarks/offload_training.py --model qwen3-235b --layers 4 --files FOLDER
     python benchmarks/offload_training.py --model tiny --tokens 64    # on a CPU: equal bits alone
 
-Layers of experts of a model's sizes with random weights in NVFP4, LoRA of rank 16, and four frozen
-square products between them in place of attention, which is not computed, since it would add up
-gradients in another order each time.
+Layers of experts of a model's sizes with random weights, LoRA of rank 16, and four frozen square
+products between them in place of attention, which is not computed, since it would add up gradients
+in another order each time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.lora.adapter import add_lora_
-from fusion_moe.nn import NVFP4Experts
+from fusion_moe.nn import Experts, NVFP4Experts
 from fusion_moe.offload import OffloadedExperts
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.machine import EXPECTED
@@ -60,14 +61,16 @@ class Layers(nn.Module):
         return x
 
 
-def experts(seed: int, count: int, hidden: int, inner: int) -> NVFP4Experts:
+def experts(seed: int, encoding: str, count: int, hidden: int, inner: int) -> Experts:
     """Of a layer, on the device."""
     g = torch.Generator(DEVICE).manual_seed(seed)
     up, down = (
         torch.randn(count, n, k, generator=g, device=DEVICE, dtype=torch.bfloat16) / k**0.5
         for n, k in ((2 * inner, hidden), (hidden, inner))
     )
-    return NVFP4Experts.from_float(up, down)
+    if encoding == "nvfp4":
+        return NVFP4Experts.from_float(up, down)
+    return Experts(*(quantize(w, ENCODINGS[encoding]) for w in (up, down)))
 
 
 def device_of(slots: int) -> Any:
@@ -92,7 +95,7 @@ def built(args: argparse.Namespace, away: bool) -> Layers:
     slots, shared = int(args.resident * count), dict[Any, Any]()
     layers, make = list[Any](), device_of(slots)
     for i in range(args.layers):
-        layer: Any = experts(i, count, hidden, inner)
+        layer: Any = experts(i, args.format, count, hidden, inner)
         if away:
             in_files = args.files is not None and i >= args.layers // 2
             with pages.in_files(args.files) if in_files else nullcontext():
@@ -170,6 +173,7 @@ def main() -> None:
     """Prints a line for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    parser.add_argument("--format", choices=ENCODINGS, default="nvfp4", help="of the weights")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--resident", type=float, default=0.1, help="share of experts in slots")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 4096])
@@ -186,7 +190,8 @@ def main() -> None:
         ms, link = milliseconds(away, given), copies(away)
         equal = sum(a.cpu().equal(b.cpu()) for a, b in zip(step(away, *given), want, strict=True))
         print(
-            f"{args.model}, {args.layers} layers, {tokens:,} tokens, {args.resident:.0%} there: "
+            f"{args.model}, {args.format}, {args.layers} layers, {tokens:,} tokens, "
+            f"{args.resident:.0%} there: "
             f"{ms:.1f} ms, all there {resident:.1f} ms, copies {link:.1f} ms: "
             f"{max(resident, link) / ms:.3f} of what bounds it; {equal} of {len(want)} equal",
             flush=True,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import backends
+from .. import backends, options
 from ..backends.cpu.join import Joined
 from ..compile import program_of
 from ..definitions.operations import SPECS, Call, bind, each_tensor
@@ -406,7 +406,8 @@ def layout_of(storage: HostStorage, device: torch.device) -> str:
     wanted = target.layout_of(encoding.name, storage.activation_format)
     weights = [t for name, t in storage.tensors.items() if name in ("gate_up[0]", "down[0]")]
     odd = [why for t in weights if (why := W16X64.why_not(*_shape(t, encoding), encoding))]
-    return "linear" if wanted != W16X64.name or odd or why_not_tiled(encoding) else wanted
+    tiled = wanted == W16X64.name and options.current().order_weights
+    return wanted if tiled and not (odd or why_not_tiled(encoding)) else "linear"
 
 
 def _shape(t: Tensor, encoding: Encoding) -> tuple[int, int]:

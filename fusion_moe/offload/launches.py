@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..backends.cuda.launch import KERNELS
 from ..encodings import CodeOrder, Encoding, Part as EncodingPart
-from ..encodings.orders import Nibbles
+from ..encodings.orders import USUAL, Nibbles
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
 
 HERE = Path(__file__).parent / "kernels"
 THREADS, SUMMING = 512, 64  # of a block; of one that sums
 MOST_PARTS = 12  # of kernels/experts.cuh
+_SCALES = {1: 2, 2: 4, 4: 5}  # the kinds of parts there, by bytes of a scale
 CTYPES = {torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "f16"}
 CTYPES[torch.float32] = "float"
 
@@ -104,7 +105,8 @@ class Kernel:
 class Shape:
     """What a kernel copies of a tensor [E, ...]: `Part` of kernels/experts.cuh.
 
-    kind: 0 its bytes, 1 codes of 4 bits, 2 scales of a byte; the last two into the layout w16x64.
+    kind: 0 its bytes; into the layout w16x64: 1 codes of 4 bits, 3 of 8, and scales of so many
+    bytes as `_SCALES` has them.
     """
 
     kind: int
@@ -123,10 +125,13 @@ class Shape:
         """
         nbytes = t[0].nbytes
         if order and part and part.scale is None:
-            return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0, words_of_codes(order))
+            if isinstance(order, Nibbles):
+                return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0, words_of_codes(order))
+            return cls(3, nbytes, t.shape[1], t.shape[2] // COLUMNS, 0)
         if order and part and part.scale and part.of_blocks:
-            each = scales_of_tile(part)
-            return cls(2, nbytes, t.shape[1], t.shape[2] // each, each, part.scale.recoding.table)
+            each, size = scales_of_tile(part), part.dtype.itemsize
+            of, table = _SCALES[size], part.scale.recoding.table
+            return cls(of, nbytes, t.shape[1], t.shape[2] // each, each * size, table)
         each = 16 if nbytes % 16 == 0 else 2
         return cls(0, nbytes, 0, nbytes // each, each)
 
@@ -152,10 +157,11 @@ def scales_of_tile(part: EncodingPart) -> int:
 
 def why_not_tiled(encoding: Encoding) -> str:
     """Why kernels do not copy weights in an encoding into the layout w16x64; "" if they do."""
-    wide = [part.name for part in encoding.parts if part.of_blocks and part.dtype.itemsize != 1]
-    if not isinstance(encoding.element.tile_order, Nibbles) or wide or encoding.axis != -1:
-        return f"{encoding.name} has no codes of 4 bits with scales of a byte along K"
-    return ""
+    order, blocks = encoding.element.tile_order, [p for p in encoding.parts if p.of_blocks]
+    if not (isinstance(order, Nibbles) or order == USUAL[8]) or encoding.axis != -1:
+        return f"{encoding.name} has no codes of 4 or 8 bits with scales along K"
+    wide = [p.name for p in blocks if scales_of_tile(p) * p.dtype.itemsize > max(_SCALES)]
+    return f"{encoding.name} has more bytes of {wide[0]} in a row of a tile" if wide else ""
 
 
 class Parts:
@@ -164,9 +170,10 @@ class Parts:
     def __init__(self, shapes: Sequence[Shape], stored: Sequence[int], slots: Sequence[Tensor]):
         self.slots = list(slots)
         self.nbytes = sum(shape.nbytes for shape in shapes)
-        dtypes = torch.uint8, torch.int32, torch.uint8  # by kind
         self._tables = [
-            torch.tensor(shape.table, dtype=dtypes[shape.kind], device=t.device)
+            torch.tensor(
+                shape.table, dtype=torch.int32 if shape.kind == 1 else torch.uint8, device=t.device
+            )
             for shape, t in zip(shapes, slots, strict=True)
         ]
         numbers = [len(shapes)]

@@ -201,13 +201,14 @@ def test_bad_ids_are_told_as_on_the_gpu():
     assert torch.equal(found(x, ids, w), good)
 
 
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8", "mxfp8", "bf16"])
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("slots", [0, 7])
-def test_gradients_of_adapters_are_those_of_experts_on_the_gpu(slots, in_files, tmp_path):
+def test_gradients_of_adapters_are_those_of_experts_on_the_gpu(slots, in_files, encoding, tmp_path):
     """Bit for bit: of layers that are fetched ahead, in one order and in the other."""
     shared, models = {}, []
     for away in (False, True):
-        layers = [layer(seed=seed) for seed in range(3)]
+        layers = [layer(encoding, seed) for seed in range(3)]
         if away:
             for of in layers if in_files else ():
                 with pages.in_files(tmp_path):
@@ -346,17 +347,12 @@ def test_biases():
     assert_near(found(*args), on_cpu(plain, *args))
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8"])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "uint4_64", "fp8", "mxfp8", "bf16"])
 def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
-    plain = layer(encoding)
-    found = offloaded(plain, E)
+    plain, found = layer(encoding).cuda(), offloaded(layer(encoding), E)
     device = found.device
-    for name, t in found.storage.tensors.items():
-        want = t.cuda()
-        base, is_list, part = name.rstrip("]").partition("[")
-        if device.layout == W16X64.name and is_list:
-            parts = [found.storage.tensors[f"{base}[{i}]"].cuda() for i in range(2)]
-            want = W16X64.pack(*parts, encoding=plain.encoding)[int(part)] if part in "01" else want
-        torch.cuda.synchronize()
-        assert torch.equal(device.slots[name][:E].view(torch.uint8), want.view(torch.uint8)), name
-    assert device.layout == W16X64.name or encoding not in ("nvfp4", "mxfp4")
+    assert device.layout == plain.weight_layout == ("linear" if encoding == "bf16" else W16X64.name)
+    want = (t for name in plain.projections for t in plain._parts(name))
+    torch.cuda.synchronize()
+    for (name, slots), t in zip(device.slots.items(), want, strict=True):
+        assert torch.equal(slots[:E].view(torch.uint8), t.view(torch.uint8)), name

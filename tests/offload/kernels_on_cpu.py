@@ -12,6 +12,8 @@ from fusion_moe.backends.cuda.launch import KERNELS as CUDA_KERNELS
 from fusion_moe.offload.worker import KERNELS, SOURCE
 from fusion_moe.runtime.native_source import INCLUDE
 
+# encodings: of each number of bits of codes and of scales one, and those that GPUs read most
+SOME = ["nvfp4", "mxfp4", "int4", "uint4_64", "nf4", "mxfp8", "fp8", "int8_32"]
 HERE = Path(__file__).parent / "cuda_on_cpu"
 
 

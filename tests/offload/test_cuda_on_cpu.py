@@ -11,13 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cover import few
-from kernels_on_cpu import folder
+from experts import as_bytes, copied, float_weights, same_state
+from kernels_on_cpu import SOME, folder
 from on_cpu import library
 from test_offload_training import adapt, assert_equal, gradients
-from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, encoded, tokens
+from test_offloaded_experts import BOTH, COMPUTES, COPIES, E, H, encoded, tokens
 
 import fusion_moe
+from fusion_moe import backends
+from fusion_moe.bodies.autograd import Step
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import DtypeError, GroupsError, WorkerError
+from fusion_moe.layouts import W16X64
 from fusion_moe.nn import Experts
 from fusion_moe.offload import cuda, launches, moves
 from fusion_moe.offload.cache import Cache
@@ -256,3 +261,39 @@ def test_gradients_of_adapters(slots, encoding, in_files, tmp_path, monkeypatch)
     c = layer.counters
     assert c.copied == E - len(layer.device.expert_map[layer.device.expert_map >= 0])
     assert c.bytes_copied == (c.copied + c.loaded) * layer.storage.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", few(SOME, 4))
+@pytest.mark.parametrize("slots", [0, 3])
+def test_gradients_of_weights_in_tiles(slots, encoding, monkeypatch):
+    """Buffers and slots have the bytes of a module on the device, in its order; programs are the
+    same; and the host's storage stays as CPUs read it.
+    """
+    floats = float_weights(E, H, H)
+    plain, moved = (Experts(*(quantize(w, ENCODINGS[encoding]) for w in floats)) for _ in "ab")
+    plain.put_in(W16X64.name)
+    find = SimpleNamespace(find=lambda *_: backends.TARGETS["cuda"])
+    monkeypatch.setattr(cuda, "backends", find)
+    found = offloaded(moved, slots, COPIES, spare=2)
+    state = copied(found)
+    assert plain.weight_layout == found.device.layout == W16X64.name
+    assert found.weight_layout == "linear"
+    there = found.device.expert_map
+    with found.layer_buffers.hold(found, range(E)) as weights:
+        want = (t for projection in plain.projections for t in plain._parts(projection))
+        for name, t in zip(weights, want, strict=True):
+            in_slots = found.device.slots[name][there[there >= 0]]
+            assert as_bytes(weights[name]).equal(as_bytes(t)), name
+            assert as_bytes(in_slots).equal(as_bytes(t[there >= 0])), name
+    of_call, steps, results = Step.of_call, list[Step](), []
+    monkeypatch.setattr(Step, "of_call", lambda call: steps.append(of_call(call)) or steps[-1])
+    for layer in (plain, found):
+        adapt(torch.nn.Sequential(layer))
+        with torch.enable_grad():
+            results.append([gradients(layer, n, torch.bfloat16, n) for n in (40, 2)])
+    for want, got in zip(*results, strict=True):
+        assert_equal(got, want)
+    assert steps[:2] == steps[2:]
+    assert all(f"layout='{W16X64.name}'" in step.programs.backward for step in steps)
+    assert same_state({name: found.state_dict()[name] for name in state}, state)

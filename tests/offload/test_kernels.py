@@ -11,7 +11,8 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from kernels_on_cpu import folder
+from cover import few
+from kernels_on_cpu import SOME, folder
 from on_cpu import compiled, library, pointer
 from test_cuda_source import needs_nvdisasm, sass, spills
 
@@ -92,12 +93,23 @@ def test_misses_are_those_of_the_split(folder):
     assert mixed > 20
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 320), (32, 2176)])
+TILED = [n for n, e in ENCODINGS.items() if not (e.plain or W16X64.why_not(256, 256, e))]
+
+
+def test_what_is_not_copied_into_tiles():
+    """What resident weights do not lie in either, and numbers, which they have as they are."""
+    odd = [name for name, e in ENCODINGS.items() if launches.why_not_tiled(e)]
+    assert odd == [name for name in ENCODINGS if name not in TILED]
+    assert odd == ["mxfp8_columns", "fp8_columns", "fp8_columns_f32", "bf16", "f16", "f32"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", [*SOME, *few((e for e in TILED if e not in SOME), 0)])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 384), (32, 2176)])
 def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
     copy = library(folder, name="experts").copy
     of, g = ENCODINGS[encoding], torch.Generator().manual_seed(0)
-    storage = quantize(torch.randn(5, n, k, generator=g), of)
+    storage = quantize(torch.randn(5, n, max(k, of.multiple), generator=g), of)
     bias = torch.randn(5, n + 3, generator=g).bfloat16()
     tensors = [*storage, bias, bias[:, :n].clone()]
     parts = [*of.parts, None, None]
@@ -113,7 +125,7 @@ def test_copies_are_in_the_gpus_order(folder, encoding, n, k):
         ctypes.c_int64(3),
         ctypes.c_int64(1),
     )
-    want = [*W16X64.pack(*storage[:2], encoding=of), *tensors[2:]]
+    want = [*W16X64.pack(*storage, encoding=of), *tensors[-2:]]
     for found, t in zip(slots, want, strict=True):
         assert torch.equal(found[1:].view(torch.uint8), t[experts].view(torch.uint8))
         assert not found[:1].view(torch.uint8).any()

@@ -8,7 +8,7 @@ namespace {
 
 constexpr i32 TILE_ROWS = 16;
 
-enum PartKind : i64 { BYTES = 0, NIBBLES = 1, SCALES = 2 };
+enum PartKind : i64 { BYTES = 0, NIBBLES = 1, SCALES = 2, CODES = 3, SCALES_2 = 4, SCALES_4 = 5 };
 
 // One part of the weights: what each expert has of it, on the host and in a slot.
 struct Part {
@@ -17,10 +17,10 @@ struct Part {
     u8* slots;
     i64 host_bytes, slot_bytes;  // of an expert
     i64 rows, tiles;             // tiles of a row; of BYTES, pieces of an expert
-    i64 each;                    // scales of a row of a tile; bytes of a piece: 16 or 2
+    i64 each;                    // bytes of scales of a row of a tile; of a piece: 16 or 2
     const void* table;           // what codes or scales become; null: as they are
     // of NIBBLES: u32[2, 2, 2, 16], the part of a word that a code of row i, half h and place j
-    // makes; of SCALES: u8[256]
+    // makes; of SCALES, which have a byte: u8[256]. CODES have a byte too, SCALES_n n
 
     // How many warps have work on an expert.
     __device__ __forceinline__ i64 units() const {
@@ -35,21 +35,29 @@ struct Part {
         if (kind == BYTES && each == 16) return bytes<uint4>(from, to, unit * PIECES);
         if (kind == BYTES) return bytes<u16>(from, to, unit * PIECES);
         const i64 strip = unit / across();
-        const i32 tile = i32(unit % across()) * i32(kind == NIBBLES ? 4 : 32);
+        const i32 tile = i32(unit % across()) * i32(of_codes() ? 4 : 32);
         if (kind == NIBBLES) return nibbles(from, to, strip, tile);
-        if (each == 4)
-            scales<u32, uint2>(from, to, strip, tile);
+        if (kind == CODES) return codes(from, to, strip, tile);
+        if (kind == SCALES_4) return scales<u32, u32, uint2>(from, to, strip, tile);
+        if (each == 4 && kind == SCALES_2)
+            scales<u16, u32, uint2>(from, to, strip, tile);
+        else if (each == 4)
+            scales<u8, u32, uint2>(from, to, strip, tile);
+        else if (kind == SCALES_2)
+            scales<u16, u16, u32>(from, to, strip, tile);
         else if (each == 2)
-            scales<u16, u32>(from, to, strip, tile);
+            scales<u8, u16, u32>(from, to, strip, tile);
         else
-            scales<u8, u16>(from, to, strip, tile);
+            scales<u8, u8, u16>(from, to, strip, tile);
     }
 
   private:
     static constexpr i64 PIECES = 8 * 32;  // of a warp
 
+    __device__ __forceinline__ bool of_codes() const { return kind == NIBBLES || kind == CODES; }
+
     __device__ __forceinline__ i64 across() const {
-        return kind == NIBBLES ? (tiles + (tiles % 4 ? 3 : 0) + 3) / 4 : (tiles + 31) / 32;
+        return of_codes() ? (tiles + (tiles % 4 ? 3 : 0) + 3) / 4 : (tiles + 31) / 32;
     }
 
     template <class Piece>
@@ -106,8 +114,39 @@ struct Part {
         return found;
     }
 
+    // As `nibbles`, of codes of a byte: lanes exchange the halves of rows that tiles have apart.
+    __device__ __forceinline__ void codes(const u8* from, u8* to, i64 strip, i32 unit) const {
+        const i32 lane = threadIdx.x % 32, half = lane / 16, block = lane % 16;
+        const i64 row_bytes = tiles * 64;
+        const auto tile_of = [&](int r) { return unit + block / 4 - r * i32(tiles) % 4; };
+        const auto here = [&](int r) { return tile_of(r) >= 0 && tile_of(r) < tiles; };
+        from += (strip * TILE_ROWS + half * 8) * row_bytes + block % 4 * 16;
+        to += strip * tiles * 1024 + half * 512 + block % 4 * 16;
+        uint4 row[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+            row[r] = here(r) ? load_no_allocate(from + r * row_bytes + tile_of(r) * 64)
+                             : uint4{0, 0, 0, 0};
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            const u32 mine[] = {half ? row[r].y : row[r].x, half ? row[r].w : row[r].z};
+            u32 words[4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const u32 sent = h ? (half ? row[r].z : row[r].w) : (half ? row[r].x : row[r].y),
+                          other = __shfl_xor_sync(WHOLE_WARP, sent, 16);
+                const u32 upper = half ? other : mine[h], lower = half ? mine[h] : other;
+                words[h] = __byte_perm(upper, lower, 0x5410);
+                words[2 + h] = __byte_perm(upper, lower, 0x7632);
+            }
+            if (here(r))
+                *reinterpret_cast<uint4*>(to + tile_of(r) * 1024 + r * 64) =
+                    uint4{words[0], words[1], words[2], words[3]};
+        }
+    }
+
     // 32 tiles: a lane has the scales of one, of 16 rows.
-    template <class Row, class Both>
+    template <class Scale, class Row, class Both>
     __device__ __forceinline__ void scales(const u8* from, u8* to, i64 strip, i32 tile) const {
         tile += threadIdx.x % 32;
         if (tile >= tiles) return;
@@ -122,21 +161,26 @@ struct Part {
         }
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
+            constexpr int COUNT = sizeof(Row) / sizeof(Scale), BITS = 8 * sizeof(Scale);
             union {
-                u8 at[2 * sizeof(Row)];
+                Scale at[2 * COUNT];
                 Both whole;
             } found;
 #pragma unroll
-            for (int b = 0; b < int(sizeof(Row)); ++b) {
-                found.at[2 * b] = recoded(u8(u32(upper[r]) >> 8 * b));
-                found.at[2 * b + 1] = recoded(u8(u32(lower[r]) >> 8 * b));
+            for (int b = 0; b < COUNT; ++b) {
+                found.at[2 * b] = recoded(Scale(u32(upper[r]) >> BITS * b));
+                found.at[2 * b + 1] = recoded(Scale(u32(lower[r]) >> BITS * b));
             }
             reinterpret_cast<Both*>(to)[r] = found.whole;
         }
     }
 
-    __device__ __forceinline__ u8 recoded(u8 byte) const {
-        return table ? static_cast<const u8*>(table)[byte] : byte;
+    template <class Scale>
+    __device__ __forceinline__ Scale recoded(Scale scale) const {
+        if constexpr (sizeof(Scale) == 1)
+            return table ? static_cast<const u8*>(table)[scale] : scale;
+        else
+            return scale;
     }
 };
 
