@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,8 +136,9 @@ def plan(
 
     Reads headers only, and needs no GPU.
     """
-    asked, known = bool(gpu), lookup(gpu or "H100")
+    asked, known, of_gpu = bool(gpu), lookup(gpu or "H100"), "--gpu-memory"
     if gpu and gpu[0].isdigit():
+        of_gpu = of_gpu if gpu_memory else "--gpu"
         gpu, gpu_memory, asked, known = "", gpu_memory or gpu, False, lookup("H100")
     gpu = known.name if known else gpu
     if gpu not in _MEMORY:
@@ -147,7 +149,7 @@ def plan(
             todo="--gpu H100 --gpu-memory 24GiB says what fits in the memory of another",
             where="plan",
         )
-    memory = _MEMORY[gpu] if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
+    memory = _MEMORY[gpu] if gpu_memory is None else bytes_of(gpu_memory, of_gpu)
     held = None if ram is None else bytes_of(f"{ram}GiB" if _GIB.fullmatch(ram) else ram, "--ram")
     if (directory is None) != bool(config) or config not in ("", *SIZES) or (config and not train):
         raise OptionError(
@@ -155,19 +157,22 @@ def plan(
             expected=f"a directory or, with --train, --config of {', '.join(SIZES)}",
             where="plan",
         )
-    if link <= 0 or tflops < 0:
-        raise OptionError(f"--link {link} --tflops {tflops}", expected="above 0", where="plan")
+    if not (0 < link < inf and 0 <= tflops < inf):
+        raise OptionError(
+            f"--link {link} --tflops {tflops}", expected="numbers above 0", where="plan"
+        )
     if directory is not None:
         check_checkpoint(directory)
     load()
     from ..offload import folder as folders, machine as machines, plan as plans, train_plan
 
     of, (model, sizes) = config or str(directory), _model(directory, config)
+    disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     if train:
         step = train_plan.Step(tokens, rank, checkpointing, chunked_loss)
         speed = link * 1e9, tflops * 1e12 or train_plan.FLOPS[gpu]
-        return TrainPlanned(of, gpu, train_plan.plan(model, sizes, memory, step, held, *speed))
-    disk = None if offload_folder is None else folders.free(offload_folder, "plan")
+        made = train_plan.plan(model, sizes, memory, step, held, *speed, disk)
+        return TrainPlanned(of, gpu, made)
     result = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
     return Planned(of, gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)
 

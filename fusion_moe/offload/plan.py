@@ -140,6 +140,11 @@ class Plan:
         return self.model.layers[: len(self.model.layers) - self.in_files]
 
     @property
+    def filed(self) -> int:
+        """The bytes of experts in files."""
+        return self.model.experts - sum(layer.whole for layer in self.in_memory)
+
+    @property
     def whole(self) -> bool:
         """Whether all experts are on the device, so that nothing is offloaded."""
         return all(
@@ -189,7 +194,7 @@ class Plan:
         return max(total, len(self.model.layers) * LAUNCHES)
 
     def __str__(self) -> str:
-        m, held = self.model, sum(layer.whole for layer in self.in_memory)
+        m, held = self.model, self.model.experts - self.filed
         slots = "all" if self.whole else f"{min(self.slots)} slots a layer"
         rows = [
             f"on the device, of {_limit(self.device_memory)}:",
@@ -199,7 +204,7 @@ class Plan:
             f"them stay between steps",
             f"in memory: {amount(held, 'B')} of experts in {count(len(self.in_memory), 'layer')}"
             + (f", of {_limit(self.ram)}" if self.ram is not None else ""),
-            f"in files: {amount(m.experts - held, 'B')} of experts in "
+            f"in files: {amount(self.filed, 'B')} of experts in "
             f"{count(self.in_files, 'layer')}, which the CPU computes",
         ]
         return "\n".join(rows[:4] if self.whole else rows if self.in_files else rows[:5])

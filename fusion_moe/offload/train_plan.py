@@ -15,7 +15,7 @@ from typing import Any
 from ..checkpoints import number
 from ..encodings import NVFP4
 from ..messages import amount
-from .plan import INNER, SLOTS, WORKSPACE, Layer, Model, Plan, make
+from .plan import DISK, INNER, SLOTS, WORKSPACE, Layer, Model, Plan, make
 
 LINK = 5.0e10  # bytes per second that experts are copied with: PCIe 5, x16
 FLOPS = {"H100": 1.4e14, "H200": 1.9e14}  # per second, of whole steps
@@ -67,7 +67,9 @@ class TrainPlan:
         experts = amount(self.plan.in_slots, "B")
         rows += [f"  {'experts':<24}{experts}, {self.plan.resident:.0%} stay between steps"]
         if not self.plan.whole:
-            rows += [f"in memory: {amount(self.plan.model.experts, 'B')} of experts"]
+            there = self.plan.model.experts - self.plan.filed
+            filed = f", in files: {amount(self.plan.filed, 'B')}" if self.plan.in_files else ""
+            rows += [f"in memory: {amount(there, 'B')} of experts{filed}"]
         of = "copies" if self.copies > self.products else "products"
         rows += [
             f"copies {self.copies:.3g} s, products {self.products:.3g} s: about "
@@ -91,7 +93,7 @@ def of_sizes(config: Mapping[str, Any]) -> Model:
     layer = Layer("", experts, nbytes, 3 * hidden * inner, slots)
     dense = layers * (_attention(config) + hidden * (experts + 2))
     head = _entry(config, "vocab_size") * hidden
-    rest = 2 * (dense + (1 if config.get("tie_word_embeddings", True) else 2) * head)
+    rest = 2 * (dense + (1 if config.get("tie_word_embeddings") else 2) * head)
     return Model((layer,) * layers, rest, 0)
 
 
@@ -103,9 +105,10 @@ def plan(
     ram: int | None = None,
     link: float = LINK,
     flops: float = FLOPS["H100"],
+    disk: int | None = None,
 ) -> TrainPlan:
-    """What fits of a model into so many bytes of a GPU, and how fast a step is. OptionError for too
-    little `ram`.
+    """What fits of a model into so many bytes of a GPU, and how fast a step is. disk: bytes of a
+    folder for experts that `ram` is too small for. OptionError for too little of both.
     """
     parts, whole = _parts(model, config, step), None
     needed = sum(parts.values())
@@ -115,13 +118,14 @@ def plan(
     least = 0 if parts is without else 3 * sum(layer.nbytes for layer in model.layers)
     if memory >= needed + least:
         kept = {"kv_tokens": 0, "workspace": needed - model.rest, "where": "plan"}
-        whole = make(model, memory, ram, **kept)  # type: ignore[arg-type]
+        whole = make(model, memory, ram, disk=disk, **kept)  # type: ignore[arg-type]
     away = 0.0 if whole is not None and whole.whole else 1 - (whole.resident if whole else 0)
     passes = 2 - 2 / len(model.layers)  # forward and backward; the ends of both are there
-    copied, products = passes * away * model.experts, _flops(model, config, step) / flops
+    filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
+    copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
     products += passes * bool(away) * model.experts / _UNPACK
-    advice = tuple(_advice(model, config, memory, step, whole, copied / link > products))
-    return TrainPlan(step, memory, parts, whole, copied / link, products, advice)
+    advice = tuple(_advice(model, config, memory, step, whole, copies > products))
+    return TrainPlan(step, memory, parts, whole, copies, products, advice)
 
 
 def _parts(model: Model, config: Mapping[str, Any], step: Step) -> dict[str, int]:
@@ -171,7 +175,9 @@ def _advice(
     if made is not None:
         each = sum(layer.nbytes for layer in model.layers)
         room = model.rest + WORKSPACE + each * min(made.slots)
-        how = f'max_memory={{0: "{room / 2**30:.1f}GiB"}}, kv_tokens=0'
+        ram = f', "cpu": "{(made.ram or 0) / 2**30:.1f}GiB"' if made.in_files else ""
+        folder = ", offload_folder=..." if made.in_files else ""
+        how = f'max_memory={{0: "{room / 2**30:.1f}GiB"{ram}}}, kv_tokens=0{folder}'
         lines = [] if made.whole else [f"load it with {how}: the rest is for training"]
         return lines + (["more tokens a step cost no more copies"] if by_copies else [])
     now = sum(_parts(model, config, step).values())

@@ -21,7 +21,7 @@ from fusion_moe.cli.app import app
 from fusion_moe.errors import OptionError
 from fusion_moe.integrations.transformers.bench import SIZES
 from fusion_moe.nn import Experts
-from fusion_moe.offload.plan import WORKSPACE, Model
+from fusion_moe.offload.plan import DISK, WORKSPACE, Model
 from fusion_moe.offload.train_plan import Step, of_sizes, plan
 
 BIG = SIZES["qwen3-30b"]
@@ -29,12 +29,12 @@ BIG = SIZES["qwen3-30b"]
 
 def test_sizes_are_those_of_a_model():
     sizes = SIZES["tiny"]
-    config = AutoConfig.for_model(**sizes, tie_word_embeddings=False)
+    config = AutoConfig.for_model(**sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fusion_moe.quantize_(model)
     experts = {n: m for n, m in model.named_modules() if isinstance(m, Experts)}
     want = Model.of_module(model, experts)
-    found = of_sizes({**sizes, "tie_word_embeddings": False})
+    found = of_sizes(sizes)
     assert [(x.experts, x.nbytes, x.macs, x.slots) for x in found.layers] == [
         (x.experts, x.nbytes, x.macs, x.slots) for x in want.layers
     ]
@@ -77,6 +77,19 @@ def test_what_does_not_fit_says_what_to_change():
         plan(model, BIG, 24 * 10**9, less, ram=10**9)
 
 
+def test_experts_in_files_are_read_from_a_disk():
+    model, step = of_sizes(BIG), Step(16384, rank=8, chunked_loss=True)
+    found = plan(model, BIG, 24 * 10**9, step, 10**10, disk=10**11)
+    assert found.plan is not None
+    assert found.plan.filed == found.plan.in_files * model.layers[0].whole > 0
+    read = (1 - found.plan.resident) * found.plan.filed * (2 - 2 / 48) / DISK
+    assert read < found.copies < 1.2 * read
+    assert '"cpu": "9.3GiB"}, kv_tokens=0, offload_folder=' in found.advice[0]
+    assert "of experts, in files: " in str(found)
+    with pytest.raises(OptionError, match="free in offload_folder"):
+        plan(model, BIG, 24 * 10**9, step, 10**10, disk=10**9)
+
+
 def test_command(tmp_path):
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(app, ["plan", *arguments])
@@ -96,6 +109,12 @@ def test_command(tmp_path):
         ("--config", "qwen3-30b"),
         ("--train", "--config", "qwen4"),
         (*sizes, "--link", "0"),
-        (*sizes, "--gpu", "24XB"),
+        (*sizes, "--tflops", "nan"),
+        (*sizes, "--rank", "8", "--chunked-loss", "--ram", "4"),
+        (*sizes, "--offload-folder", str(tmp_path / "none")),
     ):
         assert run(*wrong).exit_code == 2, wrong
+    for amount in ("24", "24XB"):
+        result = run(*sizes[:-1], amount)
+        assert result.exit_code == 2
+        assert f"--gpu = '{amount}'; expected a number of bytes, or a text" in result.stderr
