@@ -65,8 +65,9 @@ def verify(model: nn.Module, strict: bool = False) -> Verification:
 
     What differs between layers is a problem: floats beside encoded weights, adapters of some layers
     or of several ranks, adapters that do not train beside those that do. So is an adapter that is
-    not part of the model, one whose factors PEFT understands in another way than the module that
-    reads them, and one whose file had its `lora_B` expert by expert.
+    not part of the model, one that the model computes without, since it is merged or disabled, one
+    whose `B` is frozen while `A` trains, one whose factors PEFT understands in another way than the
+    module that reads them, and one whose file had its `lora_B` expert by expert.
 
     Args:
         model: any model, also one that PEFT wraps, or that is offloaded.
@@ -112,11 +113,23 @@ def _projections(model: nn.Module, saved: set[int]) -> Iterator[Projection]:
                     module.adapter(projection),
                     saved,
                 )
-        elif contract := contract_of(module):
-            shapes = (contract.up_shape, contract.down_shape)
-            for key, shape in zip(contract.names[:2], shapes, strict=True):
+        else:
+            for key, shape in _floats(module).items():
                 adapter = others.get((id(module), key))
                 yield _projection(within + key, module, getattr(module, key), shape, adapter, saved)
+
+
+def _floats(module: Any) -> dict[str, tuple[int, ...]]:
+    """[E, N, K] of the projections of experts in floats, by their names."""
+    if contract := contract_of(module):
+        return dict(zip(contract.names[:2], (contract.up_shape, contract.down_shape), strict=True))
+    # others, such as Llama-4's: [E, K, N] there, [E, 2I, H] and [E, H, I] elsewhere
+    up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if up is None or down is None or not up.dim() == down.dim() == 3:
+        return {}
+    turned = up.shape[1] == down.shape[2]
+    shapes = ((t.mT if turned else t).shape for t in (up, down))
+    return dict(zip(("gate_up_proj", "down_proj"), map(tuple, shapes), strict=True))
 
 
 def _projection(
@@ -132,7 +145,12 @@ def _projection(
         problems.append("no values: it is on the meta device")
     if adapter is not None:
         problems += getattr(adapter, "problems", list)()
-        if len(factors) == 2 and hasattr(adapter, "B") and by_experts(adapter.B):
+        if why := _unused(adapter):
+            problems.append(f"its adapter is {why}: the model computes without it")
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        if any(a.requires_grad and not b.requires_grad for a, b in pairs):
+            problems.append("B of its adapter is frozen, A trains")
+        if len(factors) == 2 and by_experts(_b(adapter, shape[0])):
             problems.append(
                 "its lora_B has the columns of one expert after those of the other, in place of "
                 "those of all experts for one of the rank's features after the other"
@@ -146,7 +164,7 @@ def _projection(
         tuple(shape),
         rank,
         _where(module, weight),
-        all(t.requires_grad for t in trained),
+        any(t.requires_grad for t in trained),
         all(id(t) in saved for t in trained),
         tuple(problems),
     )
@@ -158,6 +176,22 @@ def _factors(adapter: Any) -> list[Tensor]:
         return [adapter.A, adapter.B]
     names = [n for n in adapter.active_adapters if n in adapter.lora_A]
     return [layers[n].weight for n in names for layers in (adapter.lora_A, adapter.lora_B)]
+
+
+def _b(adapter: Any, experts: int) -> Tensor:
+    """B [E, N, r], also of PEFT's layer around floats: its columns are [r, E]."""
+    if hasattr(adapter, "B"):
+        return adapter.B  # type: ignore[no-any-return]
+    (b,) = _factors(adapter)[1:]
+    return b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _unused(adapter: Any) -> str:
+    """Why a model computes without an adapter; "" if it computes with it."""
+    if getattr(adapter, "merged", False):
+        return "merged into the weight"
+    off = getattr(adapter, "disable_adapters", False) or getattr(adapter, "disabled", False)
+    return "disabled" if off else ""
 
 
 def by_experts(b: Tensor) -> bool:

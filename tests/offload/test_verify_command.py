@@ -114,6 +114,46 @@ def test_adapters_of_peft():
 
 
 @pytest.mark.judges("peft")
+@pytest.mark.parametrize("of", [quantized, model])
+def test_adapters_that_do_nothing(of):
+    wrapped = peft(of())
+    for name, p in wrapped.named_parameters():
+        if "lora_A" in name:
+            p.requires_grad_(False)
+    assert {p.trains for p in verify(wrapped, strict=True).projections} == {True}
+    for name, p in wrapped.named_parameters():
+        if "lora_" in name:
+            p.requires_grad_("lora_A" in name)
+    assert verify(wrapped).problems[0].endswith("B of its adapter is frozen, A trains")
+    wrapped.requires_grad_(False)
+    assert {p.trains for p in verify(wrapped, strict=True).projections} == {False}
+    with wrapped.disable_adapter():
+        (*_, last) = verify(wrapped).problems
+        assert last.endswith("its adapter is disabled: the model computes without it")
+    wrapped.merge_adapter()
+    problems = verify(wrapped).problems
+    assert len(problems) == 4
+    assert "its adapter is merged into the weight: the model computes without it" in problems[0]
+    verify(wrapped.merge_and_unload(), strict=True)
+
+
+def test_floats_without_a_contract():
+    """Llama-4's experts do not say how they are stored."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 16}
+    sizes |= {"num_local_experts": 4, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "interleave_moe_layer_step": 1}
+    floats = Llama4ForCausalLM(Llama4TextConfig(**sizes))
+    found = verify(floats, strict=True).projections
+    assert [p.shape for p in found] == [(4, 32, 32), (4, 32, 16)]
+    assert {p.encoding for p in found} == {"float32"}
+    fusion_moe.quantize_(floats)
+    again = verify(floats, strict=True).projections
+    assert [(p.name, p.shape) for p in again] == [(p.name, p.shape) for p in found]
+
+
+@pytest.mark.judges("peft")
 def test_a_module_that_reads_factors_in_another_order(monkeypatch):
     """Such as of another version of PEFT."""
     from fusion_moe.integrations.peft import layers
@@ -141,7 +181,7 @@ def swapped(directory: Path, experts: int) -> None:
 
 
 @pytest.mark.judges("peft")
-@pytest.mark.parametrize("by", ["peft", "load_lora_"])
+@pytest.mark.parametrize("by", ["peft", "load_lora_", "floats"])
 def test_a_file_in_another_order(by, tmp_path):
     from peft import PeftModel
 
@@ -149,8 +189,8 @@ def test_a_file_in_another_order(by, tmp_path):
     for right in (True, False):
         if not right:
             swapped(tmp_path, 4)
-        base = quantized()
-        if by == "peft":
+        base = model() if by == "floats" else quantized()
+        if by != "load_lora_":
             base = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
         else:
             load_lora_(base, tmp_path)
