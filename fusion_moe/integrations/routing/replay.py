@@ -94,12 +94,12 @@ class Replay:
             raise ShapeError(f"ids {found}", expected=f"{want}, as before")
         for given, (_, (ids, weights)) in zip(self._given, rows, strict=True):
             given.ids.copy_(ids)
-            torch.lt(given.ids, 0, out=given.unknown)
+            given.unknown.copy_(_unknown(given.ids))
             if given.weights is not None and weights is not None:
                 given.weights.copy_(weights)
 
     def _rows(self, routing: Routing) -> list[tuple[ExpertsLayer, Rows]]:
-        """Of the layers that have rows."""
+        """Of each layer: [0, 0] where none were recorded."""
         if [layer.count for layer in self._layers] != [*routing.experts.values()]:
             raise ShapeError(
                 f"a routing of {_listed(routing.experts)}",
@@ -107,9 +107,12 @@ class Replay:
                 "model",
             )
         names = zip(self._layers, routing.experts, strict=True)
-        found = [(layer, routing.rows(name)) for layer, name in names if routing.calls[name]]
+        none = torch.empty(0, 0, dtype=torch.int64), None
+        found = [
+            (layer, routing.rows(name) if routing.calls[name] else none) for layer, name in names
+        ]
         for layer, (ids, weights) in found:
-            if not self._own and weights is None:
+            if not self._own and weights is None and ids.shape[1]:
                 raise ShapeError(
                     "a routing without weights",
                     expected='weights, for weights="recorded"',
@@ -132,8 +135,7 @@ class Replay:
         with ExitStack() as undone:
             for given in self._given:
                 for module in given.modules:
-                    forward = _chosen if self._own else _replaced
-                    undone.callback(Patched(module, forward, _Step(self, given)).undo)
+                    undone.callback(Patched(module, given.forward, _Step(self, given)).undo)
             yield
 
     @contextmanager
@@ -186,12 +188,14 @@ def _in_backward() -> bool:
 
 class _Given:
     """The rows of a layer: ids int64[rows, k], weights float[rows, k] or None. unknown
-    bool[rows, k]: where ids are -1; modules: what is given them.
+    bool[rows, k]: rows with an id of -1; modules: what is given them, by way of `forward`.
     """
 
     def __init__(self, layer: ExpertsLayer, ids: Tensor, weights: Tensor | None, own: bool):
-        self.name, self.count = layer.name, layer.count
+        self.name, self.count, self.forward = layer.name, layer.count, _chosen if own else _replaced
         self.modules = layer.choosers if own else (layer.experts,)
+        if not ids.shape[1]:  # a layer that has no rows, and may not be called
+            self.modules, self.forward = (layer.experts,), _refused
         if not self.modules and not layer.fixed:
             raise UnsupportedError(
                 "a router that does not choose by topk",
@@ -200,7 +204,7 @@ class _Given:
             )
         of = next((p for m in self.modules for p in m.parameters() if not p.is_meta), ids)
         self.ids = ids.to(of.device, torch.int64, copy=True)
-        self.unknown = self.ids < 0
+        self.unknown = _unknown(self.ids).expand_as(self.ids).clone()
         self.weights = None if own or weights is None else weights.to(of.device, copy=True)
 
     def need_rows(self, rows: int) -> None:
@@ -212,6 +216,11 @@ class _Given:
                 todo="routing[rows], Routing.padded or Routing.packed",
                 where=self.name,
             )
+
+
+def _unknown(ids: Tensor) -> Tensor:
+    """ids int[rows, k] -> bool[rows, 1]: not known as a whole, so that no expert comes twice."""
+    return (ids < 0).any(1, keepdim=True)
 
 
 class _Step:
@@ -237,6 +246,14 @@ def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = torch.where(given.unknown, ids, chosen)
         of_them = torch.where(given.unknown, weights, of_them)
     return step.inner(x, chosen, of_them, *rest, **kwargs)
+
+
+def _refused(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of experts that the routing has no rows of."""
+    step = module.fusion_moe_refused
+    args = positional(args, kwargs)
+    step.given.need_rows(len(args[1]))
+    return step.inner(*args, **kwargs)
 
 
 def _chosen(module: Any, *args: Any, **kwargs: Any) -> Any:

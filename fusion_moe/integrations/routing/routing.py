@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import DtypeError, ShapeError, UnsupportedError
+from ...errors import DtypeError, GroupsError, ShapeError, UnsupportedError
 from ...messages import count
 from .layers import layers_of
 
@@ -18,8 +18,8 @@ Rows = tuple[Tensor, Tensor | None]  # ids int[rows, k], weights float[rows, k]
 class Routing:
     """Which experts tokens went to, in each layer of a model, and with which weights.
 
-    A row is a token. The id -1 in a row means that nothing is known of it: a replay leaves its
-    experts to the router.
+    A row is a token. An id of -1 means that nothing is known of its row: a replay leaves the
+    row's experts to the router.
 
     Attributes:
         experts: how many there are to choose from, by the name of a layer's module, in the order of
@@ -50,6 +50,7 @@ class Routing:
         Raises:
             ShapeError: for another number of dimensions, or a layer that is not there.
             DtypeError: for numbers that are not integers.
+            GroupsError: for an expert that the model does not have.
         """
         ids = torch.as_tensor(routed_experts)
         if ids.dim() != 3:
@@ -58,8 +59,8 @@ class Routing:
             raise DtypeError(f"ids in {ids.dtype}", expected="integers")
         layers = {layer.name: layer.count for layer in layers_of(model)}
         dtype = torch.int16 if max(layers.values()) <= 2**15 else torch.int32
-        ids, calls = ids.to(dtype), {}
-        for name in layers:
+        ids, calls, partial = ids.to(torch.int64), {}, False
+        for name, experts in layers.items():
             number = _number_of(name)
             if number >= ids.shape[1]:
                 raise ShapeError(
@@ -67,8 +68,16 @@ class Routing:
                     expected="those of all layers",
                     where=name,
                 )
-            calls[name] = [(ids[:, number], None)]
-        return cls(layers, calls, bool((ids < 0).any()))
+            low, high = map(int, ids[:, number].aminmax()) if len(ids) else (0, 0)
+            if low < -1 or high >= experts:
+                raise GroupsError(
+                    f"expert {low if low < -1 else high}",
+                    expected=f"0 to {experts - 1}, or -1 for a token of which nothing is known",
+                    where=name,
+                )
+            partial |= low < 0
+            calls[name] = [(ids[:, number].to(dtype), None)]
+        return cls(layers, calls, partial)
 
     @property
     def called(self) -> list[str]:
@@ -76,7 +85,14 @@ class Routing:
         return [name for name, calls in self.calls.items() if calls]
 
     def rows(self, name: str) -> Rows:
-        """The ids int[rows, k] of a layer that was called, and weights float[rows, k], or None."""
+        """The ids int[rows, k] of a layer that was called, and weights float[rows, k], or None.
+
+        Raises:
+            ShapeError: for calls of other shapes, or with several k.
+            DtypeError: for ids that are no integers.
+        """
+        for call in self.calls[name]:
+            _check_call(name, *call, self.calls[name][0][0].shape[-1])
         ids, weights = zip(*self.calls[name], strict=True)
         return torch.cat(ids), None if weights[0] is None else torch.cat(weights)
 
@@ -100,6 +116,8 @@ class Routing:
         """A copy of some rows: a slice, or integers or a mask [len(self)]."""
         if not isinstance(rows, slice):
             rows = torch.as_tensor(rows)
+            if rows.dim() != 1:
+                raise ShapeError(f"rows {list(rows.shape)}", expected="one dimension, or a slice")
             if rows.dtype == torch.bool and len(rows) != len(self):
                 raise ShapeError(f"a mask of {len(rows)} rows", expected=f"{len(self)}")
 
@@ -191,7 +209,7 @@ class Routing:
         parts, unknown = list[Routing](), False
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             missing = int(length) - len(sequence)
-            if missing not in (0, 1):
+            if missing not in (0, 1) or (missing and not sequence.called):
                 raise ShapeError(
                     f"{count(len(sequence), 'row')} of routing for {count(int(length), 'token')}",
                     expected=f"{length}, or one less: the last token is never computed",
@@ -224,6 +242,21 @@ class Routing:
         made = tokens._with(spread)
         made.partial |= not bool(there.all())
         return made
+
+
+_INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
+
+
+def _check_call(name: str, ids: Tensor, weights: Tensor | None, k: int) -> None:
+    if ids.dim() != 2 or ids.shape[1] != k or (weights is not None and weights.shape != ids.shape):
+        of = "" if weights is None else f", weights {list(weights.shape)}"
+        raise ShapeError(
+            f"ids {list(ids.shape)}{of}",
+            expected=f"both [rows, k], with one k for all calls, {k}",
+            where=name,
+        )
+    if ids.dtype not in _INTEGERS:
+        raise DtypeError(f"ids in {ids.dtype}", expected="integers", where=name)
 
 
 def _unknown(like: Tensor, rows: int) -> Tensor:

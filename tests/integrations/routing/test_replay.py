@@ -375,15 +375,50 @@ def test_vllms_form() -> None:
         Routing.from_vllm(ids[0], model)
     with pytest.raises(DtypeError, match="expected integers"):
         Routing.from_vllm(ids.astype(np.float32), model)
+    for bad in (4, -2, 2**16, 2**40):  # the third is 0 in 16 bits
+        wide = ids.astype(np.int64)
+        wide[0, 0, 0] = bad  # of a layer without experts: not looked at
+        assert torch.equal(Routing.from_vllm(wide, model).rows(name)[0], found)
+        wide[3, 1, 1] = bad
+        with pytest.raises(GroupsError, match=f"expert {bad}; expected 0 to 3, or -1"):
+            Routing.from_vllm(wide, model)
+    wide[0, 0, 0], wide[3, 1, 1] = -1, 1
+    assert not Routing.from_vllm(wide, model).partial
+    assert Routing.from_vllm(ids.astype(np.uint16), model).rows(name)[0].equal(found)
+
+
+@pytest.mark.parametrize("weights", ["own", "recorded"])
+def test_a_row_is_known_as_a_whole_or_not_at_all(weights: str) -> None:
+    """Else an expert that is given might be the router's choice for what is not."""
+    model, given = small(), tokens(1, 6)
+    with record_routing(model) as own:
+        model(input_ids=given)
+    calls = {}
+    for name, [(ids, w)] in own.calls.items():
+        ids = ids.flip(1).clone()
+        ids[:4, 0] = -1
+        calls[name] = [(ids, w.flip(1))]
+    with (
+        record_routing(model) as seen,
+        replay_routing(model, Routing(own.experts, calls, partial=True), weights) as replay,
+    ):
+        model(input_ids=given)
+        replay.copy_(Routing(own.experts, calls, partial=True))
+        model(input_ids=given)
+    for name in own.experts:
+        want = own.rows(name)[0].clone()
+        want[4:] = want[4:].flip(1)
+        assert seen.rows(name)[0].equal(torch.cat([want, want]))
 
 
 def test_errors_name_what_is_missing() -> None:
     model, given = small(), tokens(2, 6)
     with record_routing(model) as routing:
         model(input_ids=given)
-    first = "model.layers.0.mlp.experts"
+    first, second = routing.experts
+    assert first == "model.layers.0.mlp.experts"
     alone = Routing(routing.experts, {n: [(i, None)] for n, [(i, _)] in routing.calls.items()})
-    one = {name: [(ids[:, :1], w)] for name, [(ids, w)] in routing.calls.items()}
+    one = {name: [(ids[:, :1], w[:, :1])] for name, [(ids, w)] in routing.calls.items()}
     high = {name: [(ids + 7, w)] for name, [(ids, w)] in routing.calls.items()}
     halves = routing.sequences(2)
     for wrong, weights, kind, text in (
@@ -394,6 +429,12 @@ def test_errors_name_what_is_missing() -> None:
         (Routing(routing.experts, high), "own", GroupsError, f"{first}: expert 1.; expected 0 to"),
         (alone, "recorded", ShapeError, f"{first}: a routing without weights"),
         (Routing({first: 8}, {first: routing.calls[first]}), "own", ShapeError, "layers.1.*model"),
+        *(
+            (other, weights, ShapeError, "layers.1.mlp.experts: 0 rows of routing for 12 tokens")
+            for other in [Routing(routing.experts, {**routing.calls, second: []})]
+            for weights in ("own", "recorded")
+        ),
+        (Routing(routing.experts), "own", ShapeError, f"{first}: 0 rows of routing for 12 tokens"),
     ):
         with pytest.raises(kind, match=text), replay_routing(model, wrong, weights):
             model(input_ids=given)
@@ -404,10 +445,23 @@ def test_errors_name_what_is_missing() -> None:
         (lambda: Routing.concat([routing, alone]), ShapeError, "with weights, and without"),
         (lambda: routing.sequences(5), ShapeError, "a call with 12 rows; expected 5 sequences"),
         (lambda: routing[torch.ones(3).bool()], ShapeError, "a mask of 3 rows; expected 12"),
+        (lambda: routing[3], ShapeError, r"rows \[\]; expected one dimension"),
+        (lambda: routing[torch.ones(2, 3).long()], ShapeError, r"rows \[2, 3\]"),
+        (lambda: Routing.packed([Routing(routing.experts)], [1]), ShapeError, "sequence 0: 0 rows"),
         (lambda: Routing({"a": 300}).to("cpu", torch.int8), DtypeError, "ids to 299 in torch.int8"),
     ):
         with pytest.raises(kind, match=text):
             call()
+    ids, w = torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K)
+    for calls, kind, text in (
+        ([(ids.float(), w)], DtypeError, "ids in torch.float32"),
+        ([(ids.bool(), w)], DtypeError, "ids in torch.bool"),
+        ([(ids[:, 0], w)], ShapeError, r"ids \[3\], weights \[3, 2\]"),
+        ([(ids, w[:1])], ShapeError, r"weights \[1, 2\]; expected both \[rows, k\]"),
+        ([(ids, w), (ids[:, :1], w[:, :1])], ShapeError, "one k for all calls, 2"),
+    ):
+        with pytest.raises(kind, match=text):
+            Routing({"a": 8}, {"a": calls}).rows("a")
     with (
         pytest.raises(ValueError, match="weights = 'mine'"),
         replay_routing(model, routing, "mine"),
