@@ -36,6 +36,10 @@ from .start import PROBLEMS, end
 MOST = 16 * 2**20  # bytes of a request
 _CONTEXT = 2**17  # tokens, of a model whose configuration does not say
 _BEAMS = 8
+_OF_TOKENIZER = {
+    *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 _GRACE = 1.0  # seconds for answers that have begun, when the server is stopped
 _FIXED = ("/load_model", "/reset")  # for a server of several models
 
@@ -80,9 +84,10 @@ def _within(low: float, high: float) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high
 
 
-def _is_texts(x: Any) -> bool:
+def _is_stop(x: Any) -> bool:
+    """Few and short texts: each is compared with the whole vocabulary before a token is made."""
     texts = x if isinstance(x, list) else [x]
-    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+    return 0 < len(texts) <= 16 and all(isinstance(t, str) and 0 < len(t) <= 256 for t in texts)
 
 
 def _is_content(x: Any) -> bool:
@@ -106,6 +111,13 @@ def _is_object(x: Any) -> bool:
     return isinstance(x, dict)
 
 
+def _is_of_template(x: Any) -> bool:
+    """Not arguments of the function that fills in the template, nor another template: a client's
+    may loop for ever.
+    """
+    return _is_object(x) and not x.keys() & _OF_TOKENIZER
+
+
 def _is_configuration(x: Any) -> bool:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         return isinstance(json.loads(x), dict)
@@ -126,20 +138,30 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a text that is not empty, or a list of messages",
     ),
     "tools": (lambda x: _is_list(x, _is_object), "a list of objects"),
-    "chat_template_kwargs": (_is_object, "an object"),
+    "chat_template_kwargs": (_is_of_template, "an object of what the model's own template reads"),
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
     "n": (lambda x: x == 1, "1"),
+    # what transformers leaves out of an answer without a word
+    "best_of": (lambda x: x == 1, "1"),
+    "echo": (lambda x: x is False, "false"),
+    "logprobs": (lambda x: x is False, "none: answers have no log-probabilities"),
+    "top_logprobs": (lambda x: x == 0, "none: answers have no log-probabilities"),
+    "presence_penalty": (lambda x: x == 0, "0"),
+    "response_format": (lambda x: x == {"type": "text"}, 'none, or {"type": "text"}'),
+    "tool_choice": (lambda x: x in ("auto", "none"), '"auto" or "none"'),
+    "functions": (lambda x: x == [], "none: pass tools"),
     "temperature": (_within(0, 100), "a number from 0 to 100"),
     "top_p": (_within(1e-6, 1), "a number above 0, at most 1"),
     "frequency_penalty": (_within(-0.99, 2), "a number above -1, at most 2"),
-    "seed": (_within(0, 2**63 - 1), "a whole number, at least 0"),
+    "seed": (lambda x: x == 0 or (_is_count(x) and x < 2**63), "a whole number from 0 to 2^63 - 1"),
     "stream": (lambda x: isinstance(x, bool), "true or false"),
-    "stop": (_is_texts, "a text, or a list of texts"),
+    "stop": (_is_stop, "a text of at most 256 characters, or a list of at most 16"),
     "suffix": (lambda x: isinstance(x, str), "a text"),
     "generation_config": (_is_configuration, "a text, the JSON of an object"),
 }
+_BIAS = {"logit_bias": (lambda x: x == {}, "none: /v1/chat/completions takes it")}
 # paths that generate, and what their requests cannot do without
 _NEEDED = {
     "/v1/completions": "prompt",
@@ -156,10 +178,14 @@ def fault(path: str, body: bytes) -> str:
         return f"the body is not JSON: {error}"
     if not isinstance(asked, dict):
         return f"the body is a {type(asked).__name__}; expected an object"
+    try:
+        json.dumps(asked, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        return f"the body has text that is not Unicode: {error}"
     needed = _NEEDED[path]
     if asked.get(needed) is None:
         return f"no {needed}; expected {_FIELDS[needed][1]}"
-    for name, (is_right, expected) in _FIELDS.items():
+    for name, (is_right, expected) in (_FIELDS | (_BIAS if needed == "prompt" else {})).items():
         if (value := asked.get(name)) is not None and not is_right(value):
             shown = json.dumps(value)
             shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
@@ -245,25 +271,34 @@ def _refusal(status: int, why: str) -> JSONResponse:
 
 
 def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' application, which refuses what raises a ValueError, or an error of a chat
-    template: a request that the model does not take.
+    """transformers' application, which refuses what raises an error of `_OF_REQUESTS`: a request
+    that the model does not take.
     """
 
     def built(*args: Any, **kwargs: Any) -> Guard:
         app = build(*args, **kwargs)
 
         async def refuse(request: Any, error: Exception) -> JSONResponse:
-            return _refusal(400, in_one_line(error))
+            speaks = isinstance(error, (ValueError, TemplateError))
+            kind = "" if speaks else f"the request leads to a {type(error).__name__}: "
+            return _refusal(400, f"{kind}{in_one_line(error)}")
 
         async def say_detail(request: Any, error: HTTPException) -> JSONResponse:
             return _refusal(error.status_code, str(error.detail))
 
-        app.add_exception_handler(ValueError, refuse)
-        app.add_exception_handler(TemplateError, refuse)
+        for kind in _OF_REQUESTS:
+            app.add_exception_handler(kind, refuse)
         app.add_exception_handler(HTTPException, say_detail)
         return Guard(app)
 
     return built
+
+
+# what tokenizers, chat templates and transformers' handlers raise of what they did not expect
+_OF_REQUESTS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError),
+    TemplateError,
+)
 
 
 # Generation ---------------------------------------------------------------------------------------

@@ -157,7 +157,16 @@ WRONG = [
     ({"prompt": None}, "no prompt"),
     ({"prompt": 5}, "prompt = 5"),
     ({"prompt": "x " * 3000}, "a prompt of 3,001 tokens; expected 1 to 1,023"),
+    ({"seed": 1.5}, "seed = 1.5; expected a whole number"),
+    ({"stop": "x" * 257}, "at most 256 characters"),  # seconds, for each new one
+    ({"stop": ["x"] * 17}, "at most 16"),
+    ({"best_of": 2}, "best_of = 2; expected 1"),
+    ({"echo": True}, "echo = true"),
+    ({"logprobs": 1}, "logprobs = 1; expected none"),
+    ({"presence_penalty": 0.5}, "presence_penalty = 0.5"),
+    ({"logit_bias": {"5": 1}}, "/v1/chat/completions takes it"),
     ({"generation_config": "{"}, "generation_config"),
+    ({"generation_config": '{"max_new_tokens": "a"}'}, "leads to a TypeError"),
     ({"generation_config": '{"num_beams": 100}'}, "at most 8 beams"),
 ]
 
@@ -167,13 +176,28 @@ def test_wrong_requests_are_refused_in_a_sentence(server: tuple[str, Path, int])
     for asked, said in WRONG:
         status, answer = ask(server, {"prompt": "def", "max_tokens": 2, **asked})
         assert (status, said in answer["error"]["message"]) == (400, True), (asked, answer)
-    for body in (b"{", b"[1]", b"\xff", b""):
+    for body in (b"{", b"[1]", b"\xff", b"", b'{"prompt": "\\ud800"}'):
         assert ask(server, body)[0] == 400, body
-    for messages in ([], ["x"], [{"role": "user", "content": 5}], [{"content": "x"}]):
+    calls = [{"type": "function", "function": {"name": "f"}}]  # without arguments
+    for messages in (
+        *([], ["x"], [{"role": "user", "content": 5}], [{"content": "x"}]),
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "assistant", "content": "x", "tool_calls": calls}],
+    ):
         assert ask(server, {"messages": messages}, "/v1/chat/completions")[0] == 400, messages
+    talk = {"messages": [{"role": "user", "content": "x"}]}
+    for asked, said in (
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "what the model's own template reads"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs = 3"),
+    ):
+        status, answer = ask(server, {**talk, **asked}, "/v1/chat/completions")
+        assert (status, said in answer["error"]["message"]) == (400, True), (asked, answer)
     assert ask(server, {"input": ""}, "/v1/responses")[0] == 400
     assert ask(server, b'{"prompt": "' + b"a" * 17_000_000 + b'"}')[0] == 413
     assert [ask(server, {}, path)[0] for path in ("/reset", "/load_model")] == [403, 403]
+    assert "Traceback" not in server[1].with_name("log").read_text()
 
 
 @pytest.mark.slow
