@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...errors import DtypeError, ShapeError
 from ...ir.collectives import all_gather, all_reduce, reduce_scatter
 
 TOKENS = ("replicated", "sharded")
@@ -42,9 +44,9 @@ class Dispatcher(Protocol):
         """The result of the module -> the sums over ranks, for the tokens that were given."""
 
 
-def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
+def divide_forward(module: nn.Module, dispatcher: Dispatcher, features: int) -> None:
     """Wraps a module's forward in a dispatcher, outside of earlier ones. Hooks of the module stay
-    outside of all.
+    outside of all. features: of tokens.
 
     The first dimension of the input tensors and of the result counts tokens. Copies of the module
     are wrapped too. The module gets an attribute `is_divided`.
@@ -58,7 +60,9 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
         kwargs = {name: kwargs[name] for name in names if name in kwargs} | kwargs
         inputs = (*args, *kwargs.values())
         at = [i for i, v in enumerate(inputs) if isinstance(v, Tensor)]
-        tensors, kept = dispatcher.dispatch(self, tuple(inputs[i] for i in at))
+        given = tuple(inputs[i] for i in at)
+        _need_rows(type(self).__name__, given, features)
+        tensors, kept = dispatcher.dispatch(self, given)
         results = dict(zip(at, tensors, strict=True))
         inputs = tuple(results.get(i, v) for i, v in enumerate(inputs))
         y = inner(self, *inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :], strict=True)))
@@ -66,6 +70,25 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
 
     module.forward = MethodType(forward, module)
     module.is_divided = True  # type: ignore[assignment]
+
+
+def _need_rows(name: str, tensors: tuple[Tensor, ...], features: int) -> None:
+    """ShapeError or DtypeError for tokens, ids and router weights that do not fit: here, before
+    other ranks get what they do not expect.
+    """
+    x, ids, w = tensors
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(
+            f"top_k_index is {ids.dtype}", expected="torch.int64 or torch.int32", where=name
+        )
+    rows = math.prod(x.shape[:-1])
+    if ids.dim() != 2 or ids.shape[0] != rows or w.shape != ids.shape or x.shape[-1] != features:
+        raise ShapeError(
+            f"hidden_states {list(x.shape)}, top_k_index {list(ids.shape)}, "
+            f"top_k_weights {list(w.shape)}",
+            expected=f"[..., {features}] of {rows} tokens, and twice [{rows}, k]",
+            where=name,
+        )
 
 
 class Everywhere:

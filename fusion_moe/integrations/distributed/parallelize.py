@@ -170,16 +170,17 @@ class Division:
                     torch.zeros((), dtype=torch.int64, device=self.mesh.device_type),
                     persistent=False,
                 )
+            features = _features(module)
             if (memory := self._memory) is None:
-                divide_forward(module, dispatcher)
-            elif features := _features(module):
+                divide_forward(module, dispatcher, features)
+            elif _is_one_operation(module):
                 layer = memory.layer(experts, features)
                 layer.capacity = self.capacity if isinstance(self.capacity, int) else 0
                 layer.float32_sums = self.float32_sums
-                send_tokens(module, layer, dispatcher)
+                send_tokens(module, layer, dispatcher, features)
             else:
                 say_collectives(f"a {type(module).__name__} is more than one operation")
-                divide_forward(module, dispatcher)
+                divide_forward(module, dispatcher, features)
 
     def allocate(self) -> None:
         """Allocates what the ranks share, if it is known for how many tokens."""
@@ -208,12 +209,20 @@ class Division:
 
 
 def _features(module: nn.Module) -> int:
-    """Of tokens, if one operation computes the module's experts; else 0."""
-    if isinstance(module, Experts):
+    """Of tokens."""
+    if isinstance(module, Projections):
         return module.shape_of("down")[1]
     contract = contract_of(module)
-    one = contract and not contract.post_expert_norm and activation_of(module, as_stored=True)
-    return contract.hidden if contract and one else 0
+    assert contract
+    return contract.hidden
+
+
+def _is_one_operation(module: nn.Module) -> bool:
+    """Whether one operation computes the module's experts."""
+    contract = contract_of(module)
+    return isinstance(module, Experts) or bool(
+        contract and not contract.post_expert_norm and activation_of(module, as_stored=True)
+    )
 
 
 def _check_dispatch(
