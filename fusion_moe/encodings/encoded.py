@@ -107,11 +107,14 @@ class EncodedParameter(Encoded, nn.Parameter):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _parameter, (plain(self), self.__dict__)
+        """By its bytes, if torch's own pickles of the dtype cannot be read: of 8-bit floats."""
+        data = plain(self)
+        as_bytes = data.is_floating_point() and data.element_size() == 1
+        return _parameter, (data.view(torch.uint8) if as_bytes else data, self.__dict__, data.dtype)
 
 
-def _parameter(data: Tensor, attributes: dict[str, Any]) -> Any:
-    return EncodedParameter(data, **attributes)
+def _parameter(data: Tensor, attributes: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
+    return EncodedParameter(data if dtype is None else data.view(dtype), **attributes)
 
 
 torch.serialization.add_safe_globals([_parameter])
