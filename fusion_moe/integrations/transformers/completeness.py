@@ -4,25 +4,30 @@ and prints a table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
+from ...checkpoints import KNOWN
 from ...errors import CheckpointError
 from ...messages import some
 from .names import any_of
 from .replacements import Replacements
 
 
-def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:
+def check_complete(
+    replaced: Replacements, model: Any, conversions: list[Any], unexpected: Iterable[str] | None
+) -> None:
     """CheckpointError for parameters of which the files have nothing, but for encoded ones and new
-    heads. Checks names only: conversions change them.
+    heads; and for tensors below a module with encoded weights that it does not have, such as
+    biases. Checks names only: conversions change them. unexpected: patterns of tensors that the
+    class ignores.
     """
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     others = replaced.entries.keys() - replaced.taken
-    provided = {result for name in others for result in _made_of(name, converters)} | new_heads(
-        model
-    )
+    made = {name: _made_of(name, converters) for name in others}
+    provided = {result for results in made.values() for result in results} | new_heads(model)
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
     known = model.state_dict()
     missing = [
@@ -34,6 +39,20 @@ def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -
         raise CheckpointError(
             f"nothing for {some(missing)}",
             expected=f"all {len(known)} parameters",
+            where=type(model).__name__,
+        )
+    places, left_out = {*known} | {*tied}, any_of(unexpected)
+    left = [
+        name
+        for name in sorted(others)
+        if replaced.below(name) and places.isdisjoint(made[name])
+        if not name.endswith(KNOWN) and not left_out.search(name)
+    ]
+    if left:
+        raise CheckpointError(
+            f"{some(left)}, which no module has",
+            expected="tensors that are used",
+            todo="config.json says whether layers have biases",
             where=type(model).__name__,
         )
 

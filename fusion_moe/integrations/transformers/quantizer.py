@@ -197,7 +197,7 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         if self.replaced is not None:
             self._theirs = weight_conversions
-            check_complete(self.replaced, self._model, weight_conversions)
+            check_complete(self.replaced, self._model, weight_conversions, self._ignored)
         return weight_conversions
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

@@ -4,7 +4,7 @@ all tensors that these need.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -64,6 +64,12 @@ class Replacements:
     linears: dict[str, Source] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+
+    def below(self, name: str) -> bool:
+        """Whether a tensor is below a module that has encoded weights."""
+        while name and not any(name in of for of in (self.experts, self.floats, self.linears)):
+            name = name.rpartition(".")[0]
+        return bool(name)
 
     def check_fixed(self, read: Read) -> None:
         """Raises as `StoredWeight.check_fixed`. read: a tensor by its name in files."""
@@ -337,24 +343,31 @@ def _replace_linear(
 
 
 def _check_beside(model: nn.Module, replaced: Replacements) -> None:
-    """CheckpointError for biases and scales of activations that files do not have for each matrix,
-    or not as many numbers of them.
+    """Takes biases and scales of activations. CheckpointError for those that files do not have for
+    each matrix, or not as many numbers of them.
     """
-    for name, source in (replaced.experts | replaced.linears).items():
-        module = model.get_submodule(name)
-        for row in source.rows(module) if isinstance(module, PackedModule) else ():
-            if row.part in source.scheme.parts:
-                continue
-            like, of_expert = getattr(module, row.parameter), "*" in row.names[0]
-            tensors = [
-                one.replace("*", str(e)) + row.part.suffix
-                for e in range(len(like) if of_expert else 1)
-                for one in row.names
-            ]
-            size = 1 if row.part.direction else like.numel() // len(tensors)
-            for tensor in tensors:
-                entry = replaced.entries.get(tensor)
-                if entry is None or prod(entry.shape) != size:
-                    raise CheckpointError(
-                        f"{entry}" if entry else f"no {tensor}", expected=f"[{size}]", where=name
-                    )
+    for name, source in (replaced.experts | replaced.floats | replaced.linears).items():
+        for tensor, size in _beside(model.get_submodule(name), source):
+            entry = replaced.entries.get(tensor)
+            if entry is None or prod(entry.shape) != size:
+                raise CheckpointError(
+                    f"{entry}" if entry else f"no {tensor}", expected=f"[{size}]", where=name
+                )
+            replaced.taken.add(tensor)
+
+
+def _beside(module: nn.Module, source: Source) -> Iterator[tuple[str, int]]:
+    """The tensors of a module that are no part of a weight, with how many numbers each has."""
+    if isinstance(module, PackedModule):
+        for row in source.rows(module):
+            if row.part not in source.scheme.parts:
+                like, of_expert = getattr(module, row.parameter), "*" in row.names[0]
+                experts = range(len(like) if of_expert else 1)
+                size = 1 if row.part.direction else like.numel() // len(experts) // len(row.names)
+                for e in experts:
+                    yield from ((n.replace("*", str(e)) + row.part.suffix, size) for n in row.names)
+    elif (contract := layout_of(module)) is not None and contract.has_bias:
+        rows = contract.up_shape[1], contract.down_shape[1]
+        for (projection, names), n in zip(source.names.items(), rows, strict=True):
+            for each in source.weights(projection, contract.experts):
+                yield from ((f"{one}.bias", n // len(names)) for one in each)

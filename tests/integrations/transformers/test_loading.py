@@ -282,6 +282,25 @@ def test_a_gap_is_an_error_and_no_random_number(tmp_path, golden):
 
 
 @pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("modelopt-qwen3_moe", "model.layers.0.mlp.experts.1.up_proj.bias"),
+        ("modelopt-qwen3_moe", "model.layers.0.self_attn.q_proj.bias"),
+        ("modelopt-qwen3_moe", "model.layers.0.mlp.experts.1.up_proj.lora_A.weight"),
+        ("ct-qwen3_moe", "model.layers.0.mlp.experts.1.up_proj.weight"),
+        ("modelopt-nemotron_h", "backbone.layers.0.mixer.experts.1.up_proj.bias"),
+    ],
+)
+def test_numbers_beside_weights_that_no_module_has(directory, name, tmp_path):
+    """A model without them computes something else."""
+    one = {name: torch.ones(64)}
+    path = change(copied(directory, tmp_path), lambda tensors: tensors.update(one))
+    beneath = name.partition("layers.")[2]  # transformers renames the first module
+    with pytest.raises(CheckpointError, match=f"layers.{beneath}, which no module has"):
+        from_pretrained(path)
+
+
+@pytest.mark.parametrize(
     ("directory", "tensor", "size"),
     [("ct-gpt_oss", "up_proj.bias", 64), ("modelopt-qwen3_moe", "up_proj.input_scale", 1)],
 )
