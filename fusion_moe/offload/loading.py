@@ -21,14 +21,14 @@ _WHERE, _ON_LOAD = "from_pretrained", "quantization_config"
 
 def offloaded(
     load: Callable[..., Any],
-    directory: str | Path | None,
+    directory: Directory | None,
     mesh: Any,
     experts_device: str | None,
     kv_tokens: int | None,
     kwargs: Mapping[str, Any],
 ) -> Any:
     """What `load(**kwargs)` returns, on the CPU, then `offload_`. Whether it fits is checked
-    before, by the headers of a local directory in few bits.
+    before, by the headers of a local directory in few bits; None for any other.
 
     None for a model that cannot be offloaded, if only `max_memory` asked for it: accelerate places
     that. UnsupportedError for a GPU where there is none.
@@ -51,9 +51,9 @@ def offloaded(
         device_and_bytes(memory)  # accelerate has no GPU either
     try:
         device, size = device_and_bytes(memory)
-        if directory is not None and Path(directory).is_dir() and not left.get(_ON_LOAD):
-            opened, ram = Directory.open(directory), memory.get("cpu")
-            plan = _plan(opened, device, size, ram, where, kv_tokens, folder)
+        if directory is not None and not left.get(_ON_LOAD):
+            ram = memory.get("cpu")
+            plan = _plan(directory, device, size, ram, where, kv_tokens, folder)
             if plan.whole and device != PRETENDED:
                 return load(device_map=device, **left)  # never in the host's memory
             if plan.in_files:

@@ -32,6 +32,7 @@ from ...checkpoints.directory import (
     as_matrices,
     older_quantization,
     quantization_of,
+    read_index,
 )
 from ...checkpoints.gguf_models import FAMILIES
 from ...errors import CheckpointError, Error, OptionError, UnsupportedError, in_one_line
@@ -119,7 +120,9 @@ def from_pretrained(
         from ...offload.loading import offloaded  # a large import, which others need not wait for
 
         load = partial(from_pretrained, directory, auto_class=auto_class)
-        placed = offloaded(load, directory, mesh, experts_device, kv_tokens, kwargs)
+        encoded = not kwargs.get("quantization_config") and Path(directory or "").is_dir()
+        planned = _opened(directory, kwargs) if directory is not None and encoded else None
+        placed = offloaded(load, planned, mesh, experts_device, kv_tokens, kwargs)
         if placed is not None:
             return placed
     wanted = kwargs.pop("output_loading_info", False)
@@ -182,7 +185,7 @@ def from_pretrained(
 
             division = Division(mesh, plan, tokens, dispatch, capacity)
             model, info = _shared(
-                opened or Directory.open(where), division, auto_class, config, kwargs
+                opened or _opened(where, kwargs), division, auto_class, config, kwargs
             )
     if not sizes_differ:
         _check_sizes(info["mismatched_keys"], where)
@@ -290,8 +293,19 @@ def _may_offload(directory: str | Path | None, mesh: Any, kwargs: Mapping[str, A
         and mesh is None
         and directory is not None
         and Path(directory).is_dir()
-        and bool(kwargs.get("quantization_config") or Directory.open(directory).quantization)
+        and bool(kwargs.get("quantization_config") or _opened(directory, kwargs).quantization)
     )
+
+
+def _opened(directory: str | Path, kwargs: Mapping[str, Any]) -> Directory:
+    """A local directory with the files that transformers reads, by its arguments."""
+    path, variant = Path(directory, kwargs.get("subfolder") or ""), kwargs.get("variant")
+    if variant is None:
+        return Directory.open(path)
+    files, index = [f"model.{variant}.safetensors"], f"{INDEX.removesuffix('json')}{variant}.json"
+    if not (path / files[0]).exists() and (path / index).exists():
+        files = sorted({*read_index(path / index)["weight_map"].values()})
+    return Directory.open(path, files)
 
 
 def _check_json(directory: str | Path, kwargs: Mapping[str, Any]) -> None:

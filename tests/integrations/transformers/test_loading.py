@@ -24,6 +24,8 @@ pytest.importorskip("transformers")
 from decoded import configured, logits, plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -717,6 +719,31 @@ def test_a_variant_beside_others(load, size, tmp_path):
         MADE / "bf16-qwen3_moe" / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors"
     )
     assert same_parameters(load(tmp_path, variant="nvfp4"), model)
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("given", [{"mesh": True}, {"experts_device": "cpu"}])
+def test_which_files_a_share_is_read_from(given, size, tmp_path):
+    """Not those of the directory around, or of no variant: they have the same names and shapes."""
+    model = from_pretrained(shutil.copytree(MADE / "modelopt-qwen3_moe", tmp_path / "all"))
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "all" / "sub", max_shard_size=size)
+    model.save_pretrained(tmp_path / "all", max_shard_size=size, variant="other")
+    try:
+        if "mesh" in given:
+            distributed.init_process_group(
+                "gloo", store=distributed.HashStore(), rank=0, world_size=1
+            )
+            given = {"mesh": init_device_mesh("cpu", (1,))}
+        else:
+            given |= {"device_map": "auto", "max_memory": {"pretended": "1GB", "cpu": "1GB"}}
+        for files in ({"subfolder": "sub"}, {"variant": "other"}):
+            loaded = from_pretrained(tmp_path / "all", **files, **given)
+            assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
