@@ -47,6 +47,8 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "quark": ("global_quant_config.weight.dtype", ("fp4", "fp8_e4m3", "None")),
     "bitsandbytes": ("bnb_4bit_quant_type", ("nf4",)),
 }
+# entries about rotations, of weights or of activations
+_ROTATIONS = ("transform_config", "rotation_config", "spinquant_config", "algo_config")
 _SPELLINGS = {
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
@@ -85,7 +87,32 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
         raise UnsupportedError(f"{key} {shown(value)}", expected=f"one of {known}", where=where)
     for weights in _integers(quantization):
         _check_integers(weights, where)
+    if rotations := [entry for entry in _ROTATIONS if _rotates(quantization.get(entry))]:
+        raise UnsupportedError(
+            f"{rotations[0]} {shown(quantization[rotations[0]])}",
+            expected="no rotation of activations: only those of weights are in their numbers",
+            todo="take a checkpoint that was made without, or quantize the model in floats",
+            where=where,
+        )
     return str(method)
+
+
+def _rotates(entry: Any) -> bool:
+    """Whether an entry asks for rotations of activations while a model runs: where
+    compressed-tensors does not say `weight_input` or `weight_output`, and of Quark's and
+    AutoRound's R1 to R4 those that are not merged into weights.
+    """
+    left = [entry]
+    while left:  # no recursion: a configuration may be nested as deep as Python reads
+        value = left.pop()
+        pairs = list(value.items()) if isinstance(value, Mapping) else []
+        left += [inner for _, inner in pairs] + (value if isinstance(value, list) else [])
+        for key, inner in pairs:
+            online = inner is True and (key in ("r3", "r4") or key.startswith("online"))
+            place = key == "location" and not str(inner).startswith("weight_")
+            if online or place or key == "hadamard_type":
+                return True
+    return False
 
 
 def packing_of(quantization: Mapping[str, Any]) -> Packing:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,6 +279,38 @@ REFUSED = [
 def test_methods_that_are_refused(golden: Callable[..., None]) -> None:
     golden(messages({str(said): partial(method_of, said, "DIR") for said in REFUSED}))
     assert method_of({}) == ""
+
+
+MX = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+
+
+def _transforms(*locations: str) -> dict[str, Any]:
+    """As llm-compressor writes them."""
+    apply = [{"targets": ["Linear"], "location": where, "inverse": False} for where in locations]
+    return {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": apply}}}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "rotates"),
+    [
+        (MX | _transforms("input", "weight_input"), True),
+        (MX | _transforms("weight_output", "output"), True),
+        (MX | _transforms("weight_input", "weight_output"), False),
+        (MX | {"transform_config": {}}, False),
+        ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r1": True}]}, False),
+        ({"quant_method": "quark", "algo_config": [{"name": "gptq"}, {"r4": True}]}, True),
+        ({"quant_method": "quark", "algo_config": [{"online_r1_rotation": True}]}, True),
+        (MX | {"rotation_config": {"algorithm": "spinquant", "r1": True, "r3": True}}, True),
+        (MX | {"rotation_config": {"hadamard_type": "random_hadamard"}}, True),
+    ],
+)
+def test_activations_that_are_rotated(entries: dict[str, Any], rotates: bool) -> None:
+    """Whose weights are rotated the other way: without that, all numbers would be wrong."""
+    if not rotates:
+        assert method_of(entries) == entries["quant_method"]
+        return
+    with pytest.raises(UnsupportedError, match="_config .*; expected no rotation of activations"):
+        method_of(entries)
 
 
 @pytest.mark.parametrize(
