@@ -77,7 +77,8 @@ def convert(
     elif to == "compressed-tensors":
         steps = list(source.steps(lambda weight: _compressed_step(source, weight), _unless_known))
         encodings = {w.name: e for w in source.weights.values() if (e := w.scheme.encoding)}
-        configs = with_config(source, compressed_config(encodings, matrices_in_floats(steps)))
+        config = compressed_config(encodings, matrices_in_floats(steps))
+        configs = with_config(source, config | own_entries(source.directory.quantization))
     else:
         layers = layers_in_floats(source, becomes_bfloat16)
         rest = steps_beside(layers, source, lambda weight: modelopt_step(source, weight), renamed)

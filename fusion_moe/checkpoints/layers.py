@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..encodings import FLOATS
 from ..errors import CheckpointError, UnsupportedError
+from ..messages import some
 from .experts import PER_EXPERT, LayerExperts
 from .families import Experts, Family, InFloats, family_of
 from .fused import FusedOrder, matrices_of, order_of
@@ -45,9 +46,10 @@ class Layer:
         return {entry.name: entry for entry in entries if entry.name not in kept}
 
     def steps(self, dtype: torch.dtype, exact: bool = False) -> Iterator[Step]:
-        """Write each tensor of theirs. exact: as of `dense_step`. CheckpointError for sizes or
-        biases that their class does not have.
+        """Write each tensor of theirs. exact: as of `dense_step`. CheckpointError for sizes,
+        matrices or biases that their class does not have.
         """
+        self._check_all_used()
         for t in self.experts.floats:
             if not self._is_there(t):
                 self._check_sizes(t)
@@ -136,6 +138,19 @@ class Layer:
             return dtype
         (matrix, *_) = matrices_of(t.projection)
         return self._bias_of(self._place(matrix, t.experts[0])[0]).dtype
+
+    def _check_all_used(self) -> None:
+        known = {m for t in self.experts.floats for m in matrices_of(t.projection)}
+        left = [p for p in self.stored.projections if not known.issuperset(matrices_of(p))]
+        names = [name for p in left for name in self.stored.projections[p]]
+        if not any(t.bias for t in self.experts.floats):
+            names += [name for name in self.tensors if name.endswith((".bias", "_bias"))]
+        if names:
+            raise CheckpointError(
+                f"{some(names)}, which their class does not have",
+                expected="what is used",
+                where=self.stored.name,
+            )
 
     def _check_sizes(self, t: InFloats) -> None:
         there = self.stored.experts

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bad_calls import message, messages
-from files import MADE, Tensors, at, change, change_json, copied, decoded, raw
+from files import MADE, Tensors, again, at, change, change_json, copied, decoded, raw
 
 from fusion_moe.checkpoints import (
     Directory,
@@ -395,3 +395,35 @@ def test_biases_without_rows(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{names[0]} is \[0.*expected .* rows"):
         convert(source, tmp_path / "written", to="dense")
     assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("to", ["dense", "modelopt"])
+def test_biases_that_a_class_does_not_have(to: str, tmp_path: Path) -> None:
+    """Floats cannot say them; in another form they stay, and a model refuses them."""
+    source, written = copied("ct-qwen3_moe", tmp_path), tmp_path / "written"
+    name = "model.layers.0.mlp.experts.1.up_proj.bias"
+    change(source, lambda tensors: tensors.update({name: torch.ones(32)}))
+    if to == "modelopt":
+        assert name in Directory.open(convert(source, written, to=to)).tensors
+        return
+    with pytest.raises(CheckpointError, match=f"{name}, which their class does not have"):
+        convert(source, written, to=to)
+    assert not written.exists()
+
+
+def test_gates_that_a_class_does_not_have(tmp_path: Path) -> None:
+    source = copied("modelopt-nemotron_h", tmp_path)
+    change(source, again("up_proj.", "gate_proj."))
+    with pytest.raises(CheckpointError, match="gate_proj.*, which their class does not have"):
+        convert(source, tmp_path / "written", to="dense")
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("ct-qwen3_moe-int4", "compressed-tensors"), ("ct-qwen3_moe", "modelopt")]
+)
+def test_how_activations_are_computed_stays(name: str, to: str, tmp_path: Path) -> None:
+    source = copied(name, tmp_path)
+    own = {"activation_format": "fp8", "scales": "mse"}
+    change_json(source / "config.json", lambda c: c["quantization_config"].update(own))
+    written = Directory.open(convert(source, tmp_path / "written", to=to))
+    assert own.items() <= written.quantization.items()
