@@ -59,6 +59,30 @@ _FLOATS = (
     "rope.scaling.yarn_beta_slow",
     "expert_weights_scale",
 )
+# entries that change what is computed, and the values with which they do not
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.scale": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.alpha": (0.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "swiglu_clamp_exp": (0.0,),
+    "swiglu_clamp_shexp": (0.0,),
+    "use_parallel_residual": (False,),
+}
 _ROPE = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -147,7 +171,7 @@ class Family:
     config.json for the number of layers before those with experts; optional: entries that files may
     leave out, with what holds then; present: entries that say whether a tensor is there; partial:
     whether config.json says which part of a head rotates; linear: whether some layers have linear
-    attention.
+    attention; gating: llama.cpp's number of the function of a router's logits.
     """
 
     model_type: str
@@ -166,6 +190,31 @@ class Family:
     present: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
     linear: bool = False
+    gating: int = 1
+
+    def check_neutral(
+        self, metadata: Mapping[str, Any], architecture: str, head_dim: int, where: str
+    ) -> None:
+        """UnsupportedError for entries of metadata that config.json has no place for here, and that
+        change what is computed.
+        """
+        neutral = _NEUTRAL | {
+            "attention.sliding_window": (0, metadata.get(f"{architecture}.context_length")),
+            "expert_gating_func": (0, self.gating),
+            "rope.dimension_count": (head_dim,),
+        }
+        read = {*self.entries.values(), *(key for key, _ in self.optional.values())}
+        read |= {"rope.dimension_count"} if self.partial else set()
+        for key in neutral.keys() - read:
+            value = metadata.get(f"{architecture}.{key}", neutral[key][0])
+            each = value if isinstance(value, tuple) else (value,)  # of layers
+            if not {*each} <= {*neutral[key]}:
+                known = " or ".join(map(str, neutral[key]))
+                raise UnsupportedError(
+                    f"{architecture}.{key} is {shown(value)}",
+                    expected=f"{known}, as {self.architecture} computes",
+                    where=where,
+                )
 
 
 FAMILIES = {
@@ -173,15 +222,20 @@ FAMILIES = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         "moe_intermediate_size",
-        fixed={"norm_topk_prob": True},
+        optional={"norm_topk_prob": ("expert_weights_norm", True)},
     ),
     "qwen2moe": Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         "moe_intermediate_size",
-        fixed={"norm_topk_prob": False},
+        optional={"norm_topk_prob": ("expert_weights_norm", False)},
     ),
-    "olmoe": Family("olmoe", "OlmoeForCausalLM", "intermediate_size"),
+    "olmoe": Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        "intermediate_size",
+        optional={"norm_topk_prob": ("expert_weights_norm", False)},
+    ),
     "llama": Family(
         "mixtral",
         "MixtralForCausalLM",
@@ -202,6 +256,7 @@ FAMILIES = {
             "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
         },
         entries={"rotary_dim": "rope.dimension_count"},
+        gating=2,
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
@@ -224,6 +279,7 @@ FAMILIES = {
             "intermediate_size": "feed_forward_length",
             "n_shared_experts": "expert_shared_count",
         },
+        gating=2,
         dense="first_k_dense_replace",
         optional={
             "routed_scaling_factor": ("expert_weights_scale", 1.0),
@@ -276,6 +332,7 @@ FAMILIES = {
         },
         entries={"sliding_window": "attention.sliding_window"},
         rope={"truncate": False},
+        gating=3,
     ),
 }
 
@@ -395,6 +452,7 @@ def model_of(metadata: Mapping[str, Any], shapes: Shapes, where: str) -> Model:
                 where=where,
             )
         config["head_dim"] = rows // heads
+    family.check_neutral(metadata, architecture, config["head_dim"], where)
     if family.linear:
         heads, inner = config["linear_num_value_heads"], entry("ssm.inner_size")
         config["linear_value_head_dim"] = inner // heads

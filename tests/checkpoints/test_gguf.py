@@ -504,7 +504,41 @@ def test_ropes_that_no_model_has(entries: dict[str, Any], said: str) -> None:
         model_of(SAID | known, SHAPES, "file")
 
 
-SAID = {
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("attention.clamp_kqv", 0.0, 8.0),
+        ("attention.causal", True, False),
+        ("attention.sliding_window", 1, 4),
+        ("expert_gating_func", 1, 2),
+        ("expert_weights_scale", 1.0, 2.5),
+        ("logit_scale", 1.0, math.nan),
+        ("rope.dimension_count", 32, 16),
+        ("rope.scaling.attn_factor", 1.0, 2.0),
+        ("swiglu_clamp_exp", (0.0, 0.0), (0.0, 7.0)),
+    ],
+)
+def test_entries_that_its_class_does_not_compute(key: str, neutral: Any, other: Any) -> None:
+    """A model without them would be another one, and nothing would say so."""
+    config = model_of(SAID, SHAPES, "file").config
+    assert model_of(SAID | {f"qwen3moe.{key}": neutral}, SHAPES, "file").config == config
+    with pytest.raises(UnsupportedError, match=f"{key} is .*; expected .*, as Qwen3MoeForCausalLM"):
+        model_of(SAID | {f"qwen3moe.{key}": other}, SHAPES, "file")
+
+
+@pytest.mark.parametrize(("architecture", "usual"), [("qwen3moe", True), ("olmoe", False)])
+def test_weights_of_experts_that_are_normalized(architecture: str, usual: bool) -> None:
+    known = {key.replace("qwen3moe.", f"{architecture}."): value for key, value in SAID.items()}
+    known |= {"general.architecture": architecture}
+    for entries, norm in (
+        ({}, usual),
+        ({f"{architecture}.expert_weights_norm": True}, True),
+        ({f"{architecture}.expert_weights_norm": False}, False),
+    ):
+        assert model_of(known | entries, SHAPES, "file").config["norm_topk_prob"] is norm
+
+
+SAID: dict[str, Any] = {
     "general.architecture": "qwen3moe",
     **{
         f"qwen3moe.{key}": 1
