@@ -110,7 +110,7 @@ def _matrices(source: Source) -> dict[str, _Matrix]:
 
 def _of_encoded(source: Source, family: Family, name: str) -> FusedOrder:
     experts = family.of(source.weights[name].elements.name)
-    usual = family_order(source.directory.config)
+    usual = family_order(source.directory.config, name)
     return FusedOrder(interleaved=experts.interleaved if experts else usual.interleaved)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .experts import LayerExperts
+from .experts import LayerExperts, parts_of
 from .headers import Read
 
 
@@ -56,9 +56,12 @@ _TRANSPOSED = {  # by the model_type of config.json
 }
 
 
-def family_order(config: Mapping[str, Any]) -> FusedOrder:
-    """The order of a family's weights, by config.json."""
-    return _TRANSPOSED.get(str(config.get("model_type")), FusedOrder())
+def family_order(config: Mapping[str, Any], layer: str) -> FusedOrder:
+    """The order of a family's weights, by config.json, or by its part for the text model or for the
+    tower that a layer is in.
+    """
+    kinds = (str(part.get("model_type")) for part in parts_of(config, layer))
+    return next((_TRANSPOSED[kind] for kind in kinds if kind in _TRANSPOSED), AS_STORED)
 
 
 def matrices_of(projection: str) -> tuple[str, ...]:
@@ -74,11 +77,11 @@ def order_of(
     """
     up, down = shapes.get("gate_up_proj") or shapes.get("up_proj"), shapes.get("down_proj")
     gated = "gate_up_proj" in shapes
-    family = _TRANSPOSED.get(str(config.get("model_type")))
+    family = family_order(config, layer.name)
     if up is not None and down is not None and len(up) == len(down) == 3:
         if (up[0], up[2], up[1]) == (down[0], down[1], down[2] * (1 + gated)):
             return AS_STORED
-        if family is not None and gated and up == (down[0], down[2], down[1] * 2):
+        if family.transposed and gated and up == (down[0], down[2], down[1] * 2):
             return family
     actual = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
     raise UnsupportedError(

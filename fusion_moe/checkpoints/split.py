@@ -140,7 +140,7 @@ def split(
         forms = {"blocks" in p.parts for p in coded}
         if not coded or (all(p.kept for p in coded) and len(forms) == 1 and not floats):
             continue
-        order = _order(results, family_order(config))
+        order = _order(results, family_order(config, layer))
         for projection in (p for p in results if p.elements is not None):
             for part in projection.parts.values():
                 del entries[part.name]

@@ -4,6 +4,7 @@ compared with the floats that they mean, by numpy and ml_dtypes.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -174,17 +175,33 @@ def test_a_projection_in_floats_beside_codes(tmp_path):
     assert_loads(written, convert(written, tmp_path / "dense", "dense"))
 
 
+def of_each(tensors):
+    """A scale for each expert."""
+    for name in [name for name in tensors if name.endswith("_proj_weight_scale_2")]:
+        tensors[name] = tensors[name].reshape(1).repeat(4)
+
+
 def test_rows_in_turns_with_biases_and_a_scale_for_each_expert(tmp_path):
     """gpt-oss as ModelOpt writes it, whose scale is of all experts otherwise."""
     path = copied("modelopt-gpt_oss", tmp_path)
-
-    def of_each(tensors):
-        for name in [name for name in tensors if name.endswith("_proj_weight_scale_2")]:
-            tensors[name] = tensors[name].reshape(1).repeat(4)
-
     model = from_pretrained(change(path, of_each), dtype=torch.float32)
     assert isinstance(model.model.layers[0].mlp.experts, PackedModule)
     assert relative(logits(model), logits(plain_model(MADE / "modelopt-gpt_oss"))) <= 1e-5
+
+
+def test_rows_in_turns_of_a_text_model(tmp_path):
+    """The family stands in a part of config.json, as that of InternVL with gpt-oss."""
+    path = change(copied("modelopt-gpt_oss", tmp_path), of_each)
+
+    def floats():
+        opened = Directory.open(path)
+        return {name: w.floats(opened.read) for name, w in weights_in(opened).items()}
+
+    want, file = floats(), path / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "internvl", "text_config": text}))
+    assert all(torch.equal(t, want[name]) for name, t in floats().items())
+    assert sum("experts" in name for name in want) == 4 * 3
 
 
 @pytest.mark.parametrize("name", ["awq-qwen3_moe", "auto_round-gptq"])
