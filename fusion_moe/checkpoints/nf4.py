@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import NF4
+from ..encodings import FLOATS, NF4
 from ..errors import CheckpointError, UnsupportedError
 from .headers import Entry, Read, Reads, json_of, shown
 from .schemes import NF4_STATE, nf4_state
@@ -47,7 +47,7 @@ def unflattened(tensors: Mapping[str, Entry], read: Read) -> tuple[dict[str, Ent
             del entries[entry.name]
         n, k = matrix.shape
         size = sum(entry.nbytes for entry in (scales, *nested))
-        entries[codes.name] = replace(codes, shape=(n, k // 2))
+        entries[codes.name] = replace(codes, shape=(n, k // 2), dtype=torch.uint8)
         entries[scales.name] = replace(
             scales, shape=(n, k // NF4.block), dtype=torch.float32, size=size
         )
@@ -111,7 +111,10 @@ class _Matrix:
         results = []
         for suffix, (dtype, count) in wanted.items():
             entry = tensors.get(self.name + suffix)
-            if entry is None or (entry.dtype, prod(entry.shape)) != (dtype, count):
+            # codes may be stored as any dtype: bnb_4bit_quant_storage
+            dtypes = {dtype, *(FLOATS if suffix == _WEIGHT else ())}
+            nbytes = count * dtype.itemsize
+            if entry is None or entry.dtype not in dtypes or entry.nbytes != nbytes:
                 raise CheckpointError(
                     f"{entry}" if entry else f"no {self.name}{suffix}",
                     expected=f"{str(dtype).removeprefix('torch.')} [{count}] for a matrix "
@@ -132,7 +135,7 @@ class _Matrix:
 
 
 def _shaped(read: Read, name: str, shape: tuple[int, ...]) -> Tensor:
-    return read(name).view(shape)
+    return read(name).flatten().view(torch.uint8).view(shape)
 
 
 def _json(state: Entry, data: Tensor) -> dict[str, Any]:

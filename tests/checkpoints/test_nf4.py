@@ -167,3 +167,16 @@ def test_blocks_of_scales_without_end(tmp_path: Path) -> None:
         for directory in (Directory.open(path), Directory.open(MADE / LINEAR))
     )
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_that_are_stored_as_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As FSDP needs them: bnb_4bit_quant_storage. The bytes are the same."""
+    path = change(
+        copied(LINEAR, tmp_path), lambda t: t.update({NAME: t[NAME].view(1, -1).view(dtype)})
+    )
+    (read, want) = (
+        weights_in(directory)[NAME.removesuffix(".weight")].floats(directory.read)
+        for directory in (Directory.open(path), Directory.open(MADE / LINEAR))
+    )
+    assert torch.equal(read, want)
