@@ -26,7 +26,7 @@ from ..messages.progress import progress
 from .configurations import compressed_config, modelopt_config, older_config, own_entries
 from .directory import Directory, without_quantization
 from .headers import Entry
-from .layers import Layer, layers_in_floats, need_exactly
+from .layers import Layer, layers_in_floats, put
 from .schemes import FP8_OF_MATRIX, KNOWN, MODELOPT, MODELOPT_FUSED
 from .shard import Planned, Step
 from .source import Source
@@ -279,11 +279,10 @@ def dense_step(
     def make() -> dict[str, Tensor]:
         whole = torch.empty(shape, dtype=dtype)
         for into, matrix in zip(whole if lead else [whole], source.matrices(weight), strict=True):
-            into.copy_(matrix.mT if lead else matrix)
-            if exact:
-                why = "FP8 whose scales are no powers of two"
-                text = f": {why}" if weight.scheme.eight_bits else f" in {weight.scheme.name}"
-                need_exactly(into, matrix, weight.name + text)
+            why = "FP8 whose scales are no powers of two"
+            text = f": {why}" if weight.scheme.eight_bits else f" in {weight.scheme.name}"
+            exactly_what = weight.name + text if exact else ""
+            put(into, matrix.mT if lead else matrix, exactly_what, weight.name)
         return {name: whole}
 
     return Step((Planned(name, dtype, shape),), make)

@@ -77,10 +77,8 @@ class Layer:
     def _made(self, t: InFloats, planned: Planned, exact: bool) -> dict[str, Tensor]:
         whole, reads = torch.empty(planned.shape, dtype=planned.dtype), self._reads(t.bias)
         for matrix, e, into in t.matrices(whole):
-            numbers = reads(matrix, e)
-            into.copy_(numbers)
-            if exact:
-                need_exactly(into, numbers, f"{t.name}: FP8 whose scales are no powers of two")
+            why = "FP8 whose scales are no powers of two"
+            put(into, reads(matrix, e), f"{t.name}: {why}" if exact else "", t.name)
         return {t.name: whole}
 
     def _reads(self, bias: bool) -> Reads:
@@ -175,13 +173,24 @@ class Layer:
                     )
 
 
-def need_exactly(written: Tensor, numbers: Tensor, text: str) -> None:
-    """UnsupportedError for numbers that were rounded. text: what they are."""
-    if not torch.equal(written.float(), numbers):
+def put(into: Tensor, numbers: Tensor, exact: str, name: str) -> None:
+    """Rounds numbers into a tensor. UnsupportedError for those that become infinite, and with
+    `exact`, which says what they are, for any that changes.
+    """
+    into.copy_(numbers)
+    if exact and not torch.equal(into.float(), numbers):
         raise UnsupportedError(
-            text,
+            exact,
             expected="numbers that bfloat16 holds",
             todo='convert it to="dense", or quantize it',
+            where="convert",
+        )
+    if not into.isfinite().all():
+        largest = numbers.float().abs().max().item()
+        raise UnsupportedError(
+            f"{name}: a number of magnitude {largest:.4g}",
+            expected=f"at most {torch.finfo(into.dtype).max:.4g}, the largest of {into.dtype}",
+            todo="bfloat16 has the range of float32" if into.dtype == torch.float16 else "",
             where="convert",
         )
 

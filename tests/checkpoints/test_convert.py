@@ -427,3 +427,23 @@ def test_how_activations_are_computed_stays(name: str, to: str, tmp_path: Path) 
     change_json(source / "config.json", lambda c: c["quantization_config"].update(own))
     written = Directory.open(convert(source, tmp_path / "written", to=to))
     assert own.items() <= written.quantization.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "dtype", "largest"),
+    [
+        ("mxfp4-gpt_oss", 145, torch.float16, r"6.55e\+04"),
+        ("mxfp4-gpt_oss", 254, torch.float32, r"3.403e\+38"),
+    ],
+)
+def test_numbers_beyond_a_dtype(
+    name: str, code: int, dtype: torch.dtype, largest: str, tmp_path: Path
+) -> None:
+    """MXFP4 has any power of two as a scale; floats would be infinite."""
+    source, written = copied(name, tmp_path), tmp_path / "written"
+    change(source, lambda tensors: [t.fill_(code) for n, t in tensors.items() if "_scales" in n])
+    with pytest.raises(
+        UnsupportedError, match=f"experts.*magnitude .*; expected at most {largest}"
+    ):
+        convert(source, written, to="dense", dtype=dtype)
+    assert not written.exists()
