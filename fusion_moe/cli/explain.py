@@ -140,6 +140,12 @@ def model_of(path: Path) -> nn.Module:
         config = configuration(path)
         config.quantization_config = None
         model = on_meta(config, str(path))
+    if type(model).forward is torch.nn.Module.forward:
+        raise UnsupportedError(
+            f"a {type(model).__name__}, of several models",
+            expected="one that is called with tokens",
+            where=str(path),
+        )
     if method:
         text = directory.quantization
         config = NVFP4Config(**own_entries(text))

@@ -15,6 +15,7 @@ from fusion_moe.cli.app import app
 from fusion_moe.cli.explain import model_of
 from fusion_moe.nn import Experts
 from fusion_moe.runtime import nvrtc
+from tests.families.tiny import tiny
 
 DIRECTORIES = sorted(path for path in MADE.iterdir() if (path / "config.json").exists())
 MIXTRAL = str(MADE / "modelopt-mixtral")
@@ -107,3 +108,11 @@ def test_models_that_transformers_lacks_exit_with_3(tmp_path):
     result = run(str(folder))
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
     assert "another" in result.stderr
+
+
+def test_a_model_of_several_is_not_called(tmp_path):
+    """A thinker and a talker, say."""
+    tiny("qwen3_omni_moe").save_pretrained(tmp_path)
+    result = run(str(tmp_path))
+    assert result.exit_code == 3
+    assert "a Qwen3OmniMoeForConditionalGeneration, of several models" in result.output
