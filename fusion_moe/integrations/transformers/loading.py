@@ -401,11 +401,15 @@ def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
             where=str(directory),
         )
     family = _SAME_AS.get(model_type)
-    if (
-        model_type
-        and not {model_type, family} & {*CONFIG_MAPPING}
-        and "auto_map" not in config_dict
-    ):
+    known, own_code = {model_type, family} & {*CONFIG_MAPPING}, "auto_map" in config_dict
+    if own_code and not known and not kwargs.get("trust_remote_code"):
+        raise UnsupportedError(  # transformers would ask whoever sits there
+            f"model_type {shown(model_type)}, whose code comes with the checkpoint",
+            expected=f"a family of transformers {transformers.__version__}",
+            todo="trust_remote_code=True runs that code: read it before",
+            where=where,
+        )
+    if model_type and not known and not own_code:
         raise UnsupportedError(
             f"model_type {shown(model_type)}",
             expected=f"a family of transformers {transformers.__version__}",

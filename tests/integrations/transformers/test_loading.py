@@ -817,3 +817,18 @@ def test_json_that_never_ends(name, tmp_path):
     (path / name).write_text("[" * 10**6)
     with pytest.raises(CheckpointError, match=f"{name}: not JSON"):
         from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["own", None])
+def test_code_of_a_checkpoint_is_not_run(kind, tmp_path, monkeypatch):
+    """Nor is anybody asked for it."""
+    path = copied("modelopt-qwen3_moe", tmp_path)
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "own.Config"}}
+    del config["model_type"]
+    file.write_text(json.dumps(config | ({"model_type": kind} if kind else {})))
+    (path / "own.py").write_text("raise AssertionError")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for given in ({}, {"trust_remote_code": False}):
+        with pytest.raises(UnsupportedError, match="trust_remote_code=True runs that code"):
+            from_pretrained(path, **given)
