@@ -4,7 +4,7 @@ what is said without typer.
 
 import json
 import os
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -238,14 +238,13 @@ def test_torch_is_not_imported_for_help_and_wrong_arguments():
 
 
 def test_a_wrong_path_is_answered_at_once():
-    """In CPU time, of which torch's import takes seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "fusion_moe.cli", "run", NONE, "hi"], capture_output=True, cwd=REPO
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Without torch, whose import takes seconds."""
+    command = [sys.executable, "-X", "importtime", "-m", "fusion_moe.cli", "run", NONE, "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 1
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    imported = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
+    assert "fusion_moe" in imported
+    assert not {"torch", "transformers"} & {*imported}
 
 
 def test_operations_are_registered_by_a_plain_import_and_by_a_command():
@@ -275,7 +274,7 @@ def test_ctrl_c_while_a_command_starts(seconds):
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert (process.returncode, err) in [(130, "fusion-moe: interrupted\n"), (0, "")]
 
 

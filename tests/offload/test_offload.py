@@ -392,7 +392,7 @@ def test_nobody_else_imports_it():
         f"from_pretrained({str(MADE / NAME)!r}); "
         "sys.exit(any(n.startswith('fusion_moe.offload') for n in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
 def test_a_folder_that_is_full_in_the_middle_loses_nothing(disk):

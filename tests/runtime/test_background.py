@@ -17,7 +17,7 @@ from fusion_moe.errors import BuildError
 from fusion_moe.runtime import background, build
 from fusion_moe.runtime.precompile import Build
 
-SECONDS = 30
+SECONDS = 300
 
 
 def wait(started: background.Started) -> None:
@@ -30,16 +30,11 @@ def wait(started: background.Started) -> None:
 @pytest.mark.compiler
 def test_a_library_is_compiled_while_others_go_on(tmp_path):
     """Into the cache of the options in force at the start."""
+    go, source = threading.Event(), build.LibrarySource("int one();", "one", "generic")
     with options.override(cache_dir=str(tmp_path)):
-        started = background.start(
-            [
-                (
-                    "library",
-                    lambda: build.build(build.LibrarySource("int one();", "one", "generic")),
-                )
-            ]
-        )
+        started = background.start([("library", lambda: (go.wait(SECONDS), build.build(source)))])
     assert not started.done
+    go.set()
     wait(started)
     started.check()
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".so"]
@@ -89,7 +84,7 @@ def test_the_exit_waits_for_what_was_started():
         "background.start([(i, work) for i in range(3)])"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert ran.stdout.split() == ["ends"] * 3
     assert not ran.stderr
@@ -142,7 +137,7 @@ def test_the_exit_waits_for_none_that_may_be_needed():
         "background.ahead(lambda: [(i, work) for i in range(1000)])\ntime.sleep(0.1)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert set(ran.stdout.split()) <= {"ends"}
     assert len(ran.stdout.split()) < 500

@@ -52,12 +52,16 @@ def answer(value=42, **how):
     return build.load(ANSWER % value, name="answer", **how).answer()
 
 
+def seconds_of_an_answer(_: int) -> float:
+    start = time.process_time()
+    assert answer() == 42
+    return time.process_time() - start
+
+
 def test_a_kernel_is_compiled_once(compiler, folder):
     assert answer() == answer() == 42
     assert len(compiler()) == 1
-    start = time.perf_counter()
-    assert answer() == 42
-    assert time.perf_counter() - start < 0.05
+    assert min(map(seconds_of_an_answer, range(5))) < 0.05
     assert [p.suffix for p in sorted(folder.iterdir())] == [".so", ".lock"]
 
 
@@ -161,12 +165,12 @@ def test_a_compiler_that_hangs(tmp_path, monkeypatch):
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
     start = time.monotonic()
-    with options.override(compile_seconds=1), pytest.raises(BuildError) as e:
+    with options.override(compile_seconds=2), pytest.raises(BuildError) as e:
         answer()
-    assert 1 <= time.monotonic() - start < 20
+    assert 2 <= time.monotonic() - start < 60
     first, *others, last = str(e.value).splitlines()
     assert first == (
-        f"{e.value.where}: compiling answer took more than 1 s; the compiler was killed; "
+        f"{e.value.where}: compiling answer took more than 2 s; the compiler was killed; "
         "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does:"
     )
     assert not others

@@ -63,7 +63,7 @@ from fusion_moe.recorder import Run
 from fusion_moe.recorder.data import of_json
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
-TIMEOUT_S, SHORT_S = 60, 5
+TIMEOUT_S, SHORT_S = 600, 5
 DEVICE = sys.argv[2]  # "cpu", over gloo, or "cuda", over NCCL, where kernels compute in bf16
 ON = {"device": DEVICE, "dtype": torch.float32 if DEVICE == "cpu" else torch.bfloat16}
 # before, it makes parameters that want a gradient of all that it divides
@@ -1394,7 +1394,7 @@ def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
             return
         # kernels of GPUs tell how long they waited, which is no time in later calls
         within = f" {SHORT_S} s" if DEVICE == "cpu" else ""
-        for limit in (2 * SHORT_S, 1):
+        for limit in (3 * SHORT_S, SHORT_S):
             began = time.monotonic()
             refuses(
                 RankError,
@@ -1414,7 +1414,7 @@ def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
     try:
         all_reduce(x, mesh.get_group().group_name, mesh.size())
     except RuntimeError as error:
-        assert time.monotonic() - began < 2 * SHORT_S
+        assert time.monotonic() - began < TIMEOUT_S / 10
         print(error, flush=True)
     else:
         raise AssertionError("no error")

@@ -26,7 +26,7 @@ def program(tmp_path_factory) -> Path:
 
 def said(program: Path, *arguments: object) -> list[str]:
     found = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=True
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=True
     )
     return (found.stdout + found.stderr).splitlines()
 

@@ -59,7 +59,7 @@ def outcomes(folder: Path, device: str, *groups: str) -> dict[str, list[dict[str
             env={**os.environ, **fixed},
             stdout=log,
             stderr=log,
-            timeout=900,
+            timeout=1800,
         )
     assert list(folder.glob("*.json")), Path(folder, "log").read_text()[-2000:]
     return {

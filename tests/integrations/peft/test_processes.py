@@ -35,7 +35,7 @@ def agreements(device: str, ranks: int, how: str = "torch") -> list[str]:
         env={**os.environ, **fixed},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(re.findall(r"rank \d+ [\w ]+: agree", done.stdout))  # lines of ranks may join
