@@ -74,6 +74,7 @@ STEP = {"lr": 1.0, "eps": 0.1}
 Case = Callable[[DeviceMesh], None]
 CASES: dict[str, Case] = {}
 LOST: dict[str, Case] = {}  # of a group of its own each
+RANKS: list[dist.Store] = []  # where those of a group count themselves
 
 
 def case(f: Case, among: dict[str, Case] = CASES) -> Case:
@@ -1332,7 +1333,7 @@ def dies(mesh):
 @lost
 def hangs(mesh):
     """The last rank: an error too."""
-    without_the_last(mesh, lambda: time.sleep(1.5 * SHORT_S))
+    without_the_last(mesh, lambda: time.sleep(2 * SHORT_S))
 
 
 @lost
@@ -1354,7 +1355,9 @@ def leaves_before_the_backward(mesh):
     """The last rank: the others are told so by autograd."""
     with fusion_moe.options.override(target="auto"):
         module = divided(adapted_experts(), mesh, "ep", "sharded", dispatch="symmetric")
-        gradients(module, inputs(4), trained(module))
+        with fusion_moe.preparing():
+            gradients(module, inputs(4), trained(module))
+        wait_for_all(mesh)
         x, ids, w = inputs(4)
         y = module(x.requires_grad_(), ids, w)
         if mesh.get_local_rank() == mesh.size() - 1:
@@ -1371,6 +1374,9 @@ def layers_in_another_order(mesh):
         layers = [
             divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric") for _ in "ab"
         ]
+        with fusion_moe.preparing():
+            layers[0](*inputs())
+        wait_for_all(mesh)
         for layer in layers:
             layer(*inputs())
         other = 1 - mesh.get_rank()
@@ -1385,9 +1391,9 @@ def layers_in_another_order(mesh):
 def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
     with fusion_moe.options.override(target="auto"):
         module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="symmetric")
-        with fusion_moe.preparing():  # which may take one rank longer than others wait
+        with fusion_moe.preparing():
             module(*inputs())
-        dist.barrier()
+        wait_for_all(mesh)
         module(*inputs())
         if mesh.get_local_rank() == mesh.size() - 1:
             leave()
@@ -1402,6 +1408,13 @@ def named(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
                 lambda: (module(*inputs()), fusion_moe.synchronize()),
             )
             assert time.monotonic() - began < limit
+
+
+def wait_for_all(mesh: DeviceMesh) -> None:
+    """For as long as one of them compiles, which the process group would give up: once a case."""
+    RANKS[0].add("here", 1)
+    while RANKS[0].add("here", 0) < mesh.size():
+        time.sleep(0.01)
 
 
 def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
@@ -1426,6 +1439,7 @@ def run(rank: int, ranks: int, folder: Path, group: str, chosen: Sequence[str]) 
     precompiled.use()
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
+    RANKS.append(dist.FileStore(f"{folder}/ranks{group}", ranks))
     dist.init_process_group(
         "gloo" if DEVICE == "cpu" else "nccl",
         init_method=f"file://{folder}/store{group}",
