@@ -257,6 +257,17 @@ def optimized() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def call_by_call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --all, what is around the fusions of a compiled function runs as it does without a
+    C++ compiler: Inductor's code for it takes longer than the rest of the test.
+    """
+    from fusion_moe.frontends.inductor import compile_graph
+
+    if not every(request.config):
+        monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def meaning() -> Iterator[None]:
     """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a

@@ -1,13 +1,14 @@
 """A page of the documentation is true: its Python blocks, run as the one file that they are, print
 the text blocks below them.
 
-Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, those below
-`checkpoint` nowhere. `pytest --update-golden` writes what is printed into the page. (`make docs`
-fails where a warning comes of building the site.)
+Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, with those that
+they build on; those below `checkpoint` nowhere. `pytest --update-golden` writes what is printed
+into the page. (`make docs` fails where a warning comes of building the site.)
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -85,7 +86,8 @@ def printed(pages: Sequence[str], have: set[str], folder: Path, **others: str) -
         file.write_text(text, encoding="utf-8")
     for page in pages:
         parts = [
-            b["code"] if runs(b, have) else "\n" * b["code"].count("\n") for b in blocks_of(page)
+            b["code"] if run else "\n" * b["code"].count("\n")
+            for b, run in zip(blocks_of(page), runs(page, have), strict=True)
         ]
         files.append(folder / FILES.get(page, f"{Path(page).stem}.py"))
         files[-1].write_text(
@@ -99,8 +101,35 @@ def printed(pages: Sequence[str], have: set[str], folder: Path, **others: str) -
     return dict(zip((*others, *pages), done.stdout.split(LAST)[:-1], strict=True))
 
 
-def runs(block: re.Match[str], have: set[str]) -> bool:
-    return block["needs"] is None or block["needs"] in have
+def runs(page: str, have: set[str]) -> list[bool]:
+    """Which blocks run: without more those that need nothing; with more those that need it, and of
+    the others those that bind what they use, or bind something and print nothing.
+    """
+    used, found = set[str](), list[bool]()
+    for block in reversed(blocks_of(page)):
+        body, needs = ast.parse(block["code"]).body, block["needs"]
+        names = [n for n in ast.walk(ast.Module(body, [])) if isinstance(n, ast.Name)]
+        bound = {name for statement in body for name in bound_by(statement)}
+        silent = bool(bound) and block["shown"] is None
+        found.append(needs in have if needs else not have or silent or not bound.isdisjoint(used))
+        if found[-1]:
+            used |= {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    return found[::-1]
+
+
+def bound_by(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+    if not isinstance(statement, ast.Assign):
+        return set()
+    return {
+        name.id
+        for target in statement.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
 
 
 def as_printed(block: re.Match[str], out: str) -> str:
@@ -125,8 +154,9 @@ def check(page: str, have: set[str], out: str, update: bool) -> None:
     outs = out.split(END)
     assert len(outs) == len(blocks) + 1, out
     now = text
-    for block, shown in reversed(list(zip(blocks, outs[:-1], strict=True))):
-        if runs(block, have):
+    each = zip(blocks, outs[:-1], runs(page, have), strict=True)
+    for block, shown, run in reversed(list(each)):
+        if run:
             now = now[: block.start()] + as_printed(block, shown) + now[block.end() :]
     if update:
         (DOCS / page).write_text(now, encoding="utf-8")

@@ -180,6 +180,7 @@ def test_beside_a_quantized_directory_stands_the_same_model_in_bf16(name):
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.usefixtures("call_by_call")
 @pytest.mark.parametrize("others", few(["thunder", "inductor,thunder,thunderfx"]))
 def test_bench_of_all_modes(others):
     """What does not run, as thunder where it is not installed, is a row that says why."""

@@ -54,6 +54,7 @@ def between() -> ours.Sequential:
 
 
 @pytest.mark.compiler
+@pytest.mark.usefixtures("call_by_call")
 def test_channels_and_steps_between_layers():
     """As written out; compiled too."""
     model, x, added = between(), uniform(ROWS, H).requires_grad_(), uniform(ROWS, H, seed=5)

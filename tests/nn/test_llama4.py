@@ -96,6 +96,7 @@ def reference(original: nn.Module, ours: Llama4MoE) -> nn.Module:
 # transformers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("call_by_call")
 @every_way
 def test_transformers_layer(how):
     original = layer(num_experts_per_tok=2)

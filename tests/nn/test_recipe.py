@@ -152,6 +152,7 @@ def test_recipes_from_call_to_call():
             assert_same(step(f, model, recipe, *extra), want[recipe])
 
 
+@pytest.mark.usefixtures("call_by_call")
 def test_compiled_by_our_backend():
     model = mlp(single_grouped_weight=True)
     f, extra = compiled(model), extra_of(model)
@@ -180,7 +181,7 @@ def test_nested_and_other_threads():
         seen.append(current())
         with fusion_moe.autocast(RECIPES[1]), again:
             entered.set()
-            left.wait(30)
+            left.wait(300)
         seen.append(current())
 
     entered, left = threading.Event(), threading.Event()
@@ -189,7 +190,7 @@ def test_nested_and_other_threads():
         with again, again, fusion_moe.autocast(None):
             assert current() is None
             thread.start()
-            entered.wait(30)
+            entered.wait(300)
         assert current() == RECIPES[0]
     assert current() is None
     left.set()

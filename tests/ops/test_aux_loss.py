@@ -174,6 +174,7 @@ def test_as_transformers():
 
 
 @pytest.mark.compiler
+@pytest.mark.usefixtures("call_by_call")
 def test_compiled():
     """One graph for any number of tokens, with a gradient."""
 

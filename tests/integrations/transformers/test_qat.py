@@ -219,6 +219,7 @@ def test_checkpointing_autocast_and_accumulation():
 
 
 @pytest.mark.compiler
+@pytest.mark.usefixtures("call_by_call")
 @pytest.mark.parametrize(("kind", "scales"), few([("qwen3_moe", "max"), ("gpt_oss", "mse")]))
 def test_compiled(kind, scales):
     model, rows = floats(kind), inputs()

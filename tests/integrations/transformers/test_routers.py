@@ -87,6 +87,7 @@ def test_others_stay_as_they_are():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.usefixtures("call_by_call")
 def test_a_model_compiled():
     """The choice is in a program with the experts: no topk is left outside."""
     model = qwen3_moe(num_experts=8)
