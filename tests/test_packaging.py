@@ -383,17 +383,18 @@ def test_what_the_readme_shows_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_p
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     run(*pip, "--no-deps", "--no-index", "--target", site, "--find-links", folder, what, cwd=empty)
     shutil.copytree(REPO / "examples" / "tiny_qwen3_moe", empty / "examples" / "tiny_qwen3_moe")
-    (tmp_path / "shown.py").write_text(f"{code}print(fusion_moe.__file__)\n", encoding="utf-8")
-    there = {"cwd": empty, "PYTHONPATH": str(site)}
-    *printed, came_from = run(sys.executable, tmp_path / "shown.py", **there).splitlines()
-    assert Path(came_from).is_relative_to(site)
-    assert printed == shown.splitlines()
-    if importlib.util.find_spec("typer") is None:
-        return
     commands = re.findall("^fusion-moe (run .*)$", readme, re.MULTILINE)
     assert len(commands) == 1
     commands += ["inspect tiny-nvfp4", "run tiny-nvfp4 x --tokens 1"]
-    run(sys.executable, "-c", COMMANDS, *commands, **there)
+    if importlib.util.find_spec("typer") is None:
+        commands = []
+    program = f"{code}print(fusion_moe.__file__)\n{COMMANDS}"
+    (tmp_path / "shown.py").write_text(program, encoding="utf-8")
+    there = {"cwd": empty, "PYTHONPATH": str(site)}
+    out = run(sys.executable, tmp_path / "shown.py", *commands, **there)
+    *printed, came_from = out.splitlines()
+    assert Path(came_from).is_relative_to(site)
+    assert printed == shown.splitlines()
 
 
 @pytest.mark.exhaustive

@@ -174,7 +174,7 @@ def test_what_a_killed_process_finished_is_gone_on_from(
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst", "whole"]
 
 
-@pytest.mark.parametrize("other", few(["source", "dtype", "form", "shards"], 2))
+@pytest.mark.parametrize("other", few(["source", "dtype", "form", "shards"]))
 def test_what_is_left_of_another_job_is_removed(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def test_nvfp4(family: str, tmp_path: Path):
 
 
 # llama4 has NVFP4 alone
-OTHERS = few(((family, "mxfp4") for family in FAMILIES if family != "llama4"), 12)
+OTHERS = few(((family, "mxfp4") for family in FAMILIES if family != "llama4"), 4)
 OTHERS += [(f, to) for f in ("gpt_oss", "mistral4", "mixtral") for to in ("int4", "fp8")]
 
 
