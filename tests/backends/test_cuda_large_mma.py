@@ -71,7 +71,7 @@ def test_other_kernels_do_not_fit_in_their_place():
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", few(MMA, 3), ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", few(MMA, 2), ids=lambda v: v.name)
 def test_variants_need_no_local_memory_and_have_lean_loops(variant: LargeMma):
     """A K block takes a product 1 instruction, reading eight rows 2, dequantizing 1,024 weights
     some 55. In row order activations move to registers that follow each other.

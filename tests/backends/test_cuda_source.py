@@ -428,7 +428,7 @@ def round_of(variant: SmallM) -> int:
 @needs_nvdisasm
 @pytest.mark.parametrize(
     ("number", "variant"),
-    few(enumerate(VARIANTS), 4),
+    few(enumerate(VARIANTS), 2),
     ids=[f"{v.name}@{v.per_sm}" for v in VARIANTS],
 )
 def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Variant):
