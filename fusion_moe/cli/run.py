@@ -87,6 +87,6 @@ def run(
         with recorded(talk, record):
             if not interactive:
                 talk.answer(prompt, tokens, None)
-            while interactive and (text := line()):
+            while interactive and (text := line("" if json else "> ")):
                 print(talk.answer(text, tokens, length), file=sys.stderr)
     return talk.ended(str(record or ""))

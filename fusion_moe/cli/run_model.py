@@ -138,24 +138,26 @@ class Talk:
         return talk
 
     def answer(self, prompt: str, tokens: int, length: int | None) -> Answer:
-        """length: of the cache; None: as many as are needed."""
+        """length: of the cache; None: as many as are needed; at most the model's context."""
         from transformers import TextStreamer
 
-        from ..integrations.transformers.decoding import check_ids
+        from ..integrations.transformers.decoding import check_ids, context_of
 
         self.messages.append({"role": "user", "content": prompt})
         ids = self._ids(prompt)
         check_ids(self.model, ids)
         ids = ids.to(self.model.device)
-        decoder = self._decoder(length or ids.shape[1] + tokens, ids.shape[1])
-        room = (length or ids.shape[1] + tokens) - ids.shape[1]
+        wanted = length or ids.shape[1] + tokens
+        whole = min(wanted, context_of(self.model) or wanted)  # beyond it there is only noise
+        room = whole - ids.shape[1]
         if room < 1:
             raise OptionError(
                 f"a conversation of {count(ids.shape[1], 'token')}",
-                expected=f"fewer than {length}",
-                todo="--length makes room for more",
+                expected=f"fewer than {whole:,}",
+                todo="--length makes room for more" if whole == length else "",
                 where="run",
             )
+        decoder = self._decoder(whole, ids.shape[1])
         streamer = TextStreamer(self.tokenizer, skip_special_tokens=True) if self.out else None
         start = time.perf_counter()
         self.step()
@@ -235,10 +237,10 @@ def recorded(talk: Talk, path: Path | None) -> Iterator[None]:
     run.save(path)
 
 
-def line() -> str:
+def line(prompt: str) -> str:
     """What the user types at the prompt; "" at the end of the input."""
     try:
-        return input("> ").strip()
+        return input(prompt).strip()
     except (EOFError, KeyboardInterrupt):
         return ""
 

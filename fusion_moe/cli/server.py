@@ -29,7 +29,7 @@ from transformers.cli.serving import server, utils
 import fusion_moe.transformers  # noqa: F401  (whose quantizers load the model)
 
 from ..errors import Error, in_one_line
-from ..integrations.transformers.decoding import check_ids
+from ..integrations.transformers.decoding import check_ids, context_of
 from .output import say
 from .start import PROBLEMS, end
 
@@ -331,17 +331,15 @@ def bound(model: Any, ids: Any, config: Any) -> None:
     HTTPException 400 for a prompt that leaves no room, or has ids that the model does not know.
     """
     ids = torch.as_tensor(ids)
-    whole = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT
+    whole = context_of(model) or _CONTEXT
     room = whole - ids.shape[-1]
+    if room < 1:
+        why = f"a prompt of {ids.shape[-1]:,} tokens"
+        raise HTTPException(400, f"{why}; expected 1 to {whole - 1:,}, the model's context")
     try:
-        why = "" if ids.numel() else "a prompt without tokens"
-        why = why or ("" if room > 0 else f"a prompt of {ids.shape[-1]:,} tokens")
-        if not why:
-            check_ids(model, ids)
+        check_ids(model, ids)
     except Error as error:
         raise HTTPException(400, str(error)) from None
-    if why:
-        raise HTTPException(400, f"{why}; expected 1 to {whole - 1:,}, the model's context")
     if (config.num_beams or 1) > _BEAMS or (config.num_return_sequences or 1) > 1:
         raise HTTPException(400, f"expected at most {_BEAMS} beams, and one sequence")
     config.max_new_tokens = min(config.max_new_tokens or room, room)

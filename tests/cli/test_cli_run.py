@@ -87,6 +87,24 @@ def test_run_answers_as_generate_does(model, tmp_path):
     assert found["weights"] < 7e6 < found["peak"]
 
 
+def test_an_answer_ends_with_the_context(tmp_path):
+    """Also in a chat, whatever --length says: what comes after it is noise."""
+    for file in MODEL.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 12}))
+    for arguments in ((PROMPT, "--tokens", 10**20), ("-i", "--length", 10**6, "--tokens", 10**6)):
+        found = json.loads(
+            call("run", tmp_path, *arguments, "--json", input=f"{PROMPT}\n\n").stdout
+        )
+        (only,) = found["answers"]
+        assert only["read"] + only["written"] == 12
+    result = CliRunner().invoke(app, ["run", str(tmp_path), "x " * 12])
+    assert result.exit_code == 2
+    assert "run: a conversation of 13 tokens; expected fewer than 12\n" in result.stderr
+
+
 def test_experts_in_eight_bits_stay_so(tmp_path):
     call("quantize", MODEL, tmp_path / "fp8", "--to", "fp8")
     found = json.loads(call("run", tmp_path / "fp8", PROMPT, "--tokens", 2, "--json").stdout)

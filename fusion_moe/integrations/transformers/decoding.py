@@ -25,7 +25,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, OptionError
 from ...runtime import nvrtc
 
 WARM = 3  # steps before one is captured
@@ -58,10 +58,17 @@ def sampling(config: GenerationConfig, temperature: float) -> Choice:
     return draw
 
 
+def context_of(model: Any) -> int | None:
+    """How many tokens a language model was made for; None if its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_ids(model: Any, ids: Tensor) -> None:
-    """CheckpointError for ids that a model's embedding has no row for, as of a tokenizer with added
-    tokens: an index past the rows, which on a GPU ends all its work.
+    """OptionError for no ids. CheckpointError for those that a model's embedding has no row for, as
+    of a tokenizer with added tokens: an index past the rows, which on a GPU ends all its work.
     """
+    if not ids.numel():
+        raise OptionError("a prompt without tokens", expected="at least one")
     rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
     if largest >= rows:
         raise CheckpointError(
