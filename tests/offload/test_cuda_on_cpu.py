@@ -5,8 +5,10 @@ of the GPU is the host's, and streams are one. The worker is the real one.
 from __future__ import annotations
 
 import ctypes
+import gc
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,10 @@ import fusion_moe
 from fusion_moe import backends
 from fusion_moe.bodies.autograd import Step
 from fusion_moe.encodings import ENCODINGS, quantize
-from fusion_moe.errors import DtypeError, GroupsError, WorkerError
+from fusion_moe.errors import BuildError, DtypeError, GroupsError, PinError, WorkerError
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn import Experts
-from fusion_moe.offload import cuda, launches, moves
+from fusion_moe.offload import Plan, cuda, launches, moves, offload, offload_, pinned
 from fusion_moe.offload.cache import Cache
 from fusion_moe.offload.cuda import Cuda, shared_of
 from fusion_moe.offload.experts import OffloadedExperts
@@ -297,3 +299,39 @@ def test_gradients_of_weights_in_tiles(slots, encoding, monkeypatch):
     assert steps[:2] == steps[2:]
     assert all(f"layout='{W16X64.name}'" in step.programs.backward for step in steps)
     assert same_state({name: found.state_dict()[name] for name in state}, state)
+
+
+def test_memory_that_the_driver_does_not_pin_is_an_error_before_anything_moves(monkeypatch):
+    """What was pinned is not any more; and later the same model may go there."""
+    monkeypatch.setattr(pages, "PAGE", 64)
+    held, room = list[int](), [5]
+
+    def pin(address: int, nbytes: int) -> int:
+        if len(held) == room[0]:
+            raise BuildError("cuMemHostRegister: out of memory")
+        held.append(address)
+        return address
+
+    monkeypatch.setattr(cuda, "pinned", pinned.pinned)
+    monkeypatch.setattr(pinned.cuda, "pin", pin)
+    monkeypatch.setattr(pinned.cuda, "unpin", held.remove)
+    layers = [encoded("nvfp4"), encoded("nvfp4")]  # each has four large tensors
+    model, (x, ids, w) = torch.nn.Sequential(*layers), tokens(9)
+    want = [layer(x, ids, w) for layer in layers]
+
+    def maker(device: str, plan: Plan) -> Any:
+        shared = Shared(ROWS, H, torch.bfloat16, torch.device("cpu", 0))
+        return lambda slots, spare: lambda storage: Cuda(storage, slots, spare, BOTH, shared)
+
+    monkeypatch.setattr(offload, "_maker", maker)
+    how = {"max_memory": {"pretended": "20KB"}, "kv_tokens": 0, "experts_device": "cpu"}
+    with pytest.raises(PinError, match=r"could not be pinned: .*out of memory; ulimit -l is"):
+        offload_(model, **how)
+    gc.collect()
+    assert held == []
+    assert [*model] == layers
+    assert all(layer(x, ids, w).equal(y) for layer, y in zip(layers, want, strict=True))
+    room[0] = 8
+    assert not offload_(model, **how).whole
+    assert all(layer(x, ids, w).equal(y) for layer, y in zip(model, want, strict=True))
+    assert len(held) == 8

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import few
 
 pytest.importorskip("transformers")
 
@@ -48,7 +49,9 @@ def offloaded(**more: Any) -> Any:
     return model
 
 
-def trained(model: Any, folder: Path, **how: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    model: Any, folder: Path, resume: str | None = None, **how: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of two steps of two batches, and the adapters that the Trainer saved."""
     from transformers import Trainer, TrainingArguments
 
@@ -56,9 +59,10 @@ def trained(model: Any, folder: Path, **how: Any) -> tuple[list[float], dict[str
     usual |= {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     usual |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": True}
     trainer = Trainer(model, TrainingArguments(str(folder), **usual | how), train_dataset=DATA)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, load_file(folder / "checkpoint-2" / "adapter_model.safetensors")
+    last = folder / f"checkpoint-{trainer.args.max_steps}"
+    return losses, load_file(last / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,29 @@ def test_losses_and_adapters_are_those_of_experts_on_the_device(how, want, tmp_p
     # 13 a pass of 8; the first layer's later forwards and the last one's backwards find them there,
     # and the next two were fetched ahead once more
     assert [c.copied // 13 for c in counters(model).values()] == [5, 9, 9, 4]
+
+
+COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+REENTRANT = CHECKPOINTING | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+WAYS = {
+    "reentrant": REENTRANT,
+    "compile, checkpointing": COMPILE | CHECKPOINTING,
+    "compile": COMPILE,
+    "no accumulation": {"gradient_accumulation_steps": 1},
+    "float16": {"bf16": False, "dtype": torch.float16},
+    "float16, checkpointing": CHECKPOINTING | {"bf16": False, "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("way", few(WAYS))
+def test_ways_to_train_and_to_go_on_from_a_checkpoint(way, tmp_path):
+    how = {"max_steps": 4} | WAYS[way]
+    dtype = how.pop("dtype", torch.bfloat16)
+    there = trained(loaded(dtype), tmp_path / "there", **how)
+    away = trained(offloaded(dtype=dtype), tmp_path / "away", **how)
+    assert_same(away, there)
+    middle = str(tmp_path / "away" / "checkpoint-2")
+    assert_same(trained(offloaded(dtype=dtype), tmp_path / "away", middle, **how), there)
 
 
 def test_experts_in_files(want, tmp_path, monkeypatch):

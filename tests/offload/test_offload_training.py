@@ -4,6 +4,8 @@ bit, whatever is copied, in which order, and whatever goes wrong in between.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_moe
 from fusion_moe.bodies.autograd import Step
+from fusion_moe.encodings import EncodedParameter
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.layouts import W16X64
 from fusion_moe.lora.adapter import add_lora_
@@ -303,6 +306,35 @@ def test_bad_input(golden):
             }
         )
     )
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    stores = {}
+    for t in gc.get_objects():
+        if type(t) in (Tensor, nn.Parameter, EncodedParameter) and t.device.type == "cpu":
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # those without memory
+                stores[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(stores.values())
+
+
+@pytest.mark.slow
+def test_memory_stays_as_it_is_over_many_steps():
+    """With checkpoints and without, of many tokens and few, while the cache changes."""
+    _, found = both()
+    used = []
+    for step in range(52):
+        found.reentrant = (None, False)[step % 2]
+        for layer in found.layers if step % 10 == 9 else ():
+            layer._new[step % E] += 100
+            layer.learn()
+        gradients(found, (40, 2)[step % 2], torch.bfloat16, step % 4)
+        if step in (11, 51):
+            used.append(live_bytes())
+    assert used[0] == used[1]
+    buffers = found.layers[0].layer_buffers
+    assert len(buffers._arriving) + len(buffers._free) == 2
 
 
 def test_no_room_for_buffers_is_an_error_before_the_step(monkeypatch):
