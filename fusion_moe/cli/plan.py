@@ -166,7 +166,7 @@ def plan(
     load()
     from ..offload import folder as folders, machine as machines, plan as plans, train_plan
 
-    of, (model, sizes) = config or str(directory), _model(directory, config)
+    of, (model, sizes) = config or str(directory), _model(directory, config, train)
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     if train:
         step = train_plan.Step(tokens, rank, checkpointing, chunked_loss)
@@ -177,8 +177,8 @@ def plan(
     return Planned(of, gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)
 
 
-def _model(directory: Path | None, config: str) -> tuple[Model, Mapping[str, Any]]:
-    """The sizes of a model, and its configuration."""
+def _model(directory: Path | None, config: str, train: bool) -> tuple[Model, Mapping[str, Any]]:
+    """The sizes of a model, and its configuration. train: experts in floats are rounded."""
     from ..checkpoints import Directory
     from ..offload import plan as plans, train_plan
 
@@ -187,4 +187,4 @@ def _model(directory: Path | None, config: str) -> tuple[Model, Mapping[str, Any
 
         return train_plan.of_sizes(ALL_SIZES[config]), ALL_SIZES[config]
     opened = Directory.open(directory)
-    return plans.Model.of_directory(opened), opened.config
+    return plans.Model.of_directory(opened, rounds=train), opened.config

@@ -52,13 +52,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """Bytes of a model's parts. rest: of all but routed experts; kv: of a token's keys and
-    values.
+    """Bytes of a model's parts. rest: of all but routed experts; kv: of a token's keys and values;
+    rounded: whether experts are rounded to NVFP4 while they are read.
     """
 
     layers: tuple[Layer, ...]
     rest: int
     kv: int
+    rounded: bool = False
 
     @property
     def experts(self) -> int:
@@ -66,12 +67,14 @@ class Model:
         return sum(layer.whole for layer in self.layers)
 
     @classmethod
-    def of_directory(cls, directory: Directory) -> Model:
+    def of_directory(cls, directory: Directory, rounds: bool = False) -> Model:
         """By the headers of a directory's files, without what predicts further tokens, which is
-        not loaded. UnsupportedError for one without experts in few bits.
+        not loaded. rounds: whether experts in floats are rounded to NVFP4 while they are read;
+        otherwise UnsupportedError. So for one without experts.
         """
         config, counts = directory.config, defaultdict[str, int](int)
         sizes, rest, dtypes = defaultdict[str, int](int), 0, set[torch.dtype]()
+        numbers = defaultdict[str, int](int)
         of_eight_bits = _of_eight_bits(directory)
         for name, entry in directory.tensors.items():
             if predicts_further_tokens(name, config):
@@ -81,12 +84,14 @@ class Model:
                 of_layer = int(match[2]) + 1 if match[2] else (*entry.shape, 0)[0]
                 counts[match[1]] = max(counts[match[1]], of_layer)
                 sizes[match[1]] += nbytes
+                numbers[match[1]] += prod(entry.shape)
                 dtypes.add(entry.dtype)
             else:
                 rest += nbytes
         if not sizes or not all(counts.values()):
             raise _no_experts(str(directory.path))
-        if all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        in_floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
+        if in_floats and not rounds:
             raise UnsupportedError(
                 "experts in floats",
                 expected="experts in few bits, which the host's kernels read",
@@ -96,10 +101,12 @@ class Model:
             )
         layers = []
         for name, nbytes in sizes.items():
+            # codes of half a byte, and a byte for sixteen of them
+            nbytes = numbers[name] * 9 // 16 if in_floats else nbytes
             hidden, inner = (number(config, name, keys) or 0 for keys in (("hidden_size",), INNER))
             each, slots = nbytes // counts[name], number(config, name, SLOTS) or 1
             layers.append(Layer(name, counts[name], each, 3 * hidden * inner, slots))
-        return cls(tuple(layers), rest, _kv(config))
+        return cls(tuple(layers), rest, _kv(config), in_floats)
 
     @classmethod
     def of_module(cls, model: nn.Module, experts: Mapping[str, Experts]) -> Model:

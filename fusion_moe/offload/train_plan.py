@@ -175,10 +175,13 @@ def _advice(
     if made is not None:
         each = sum(layer.nbytes for layer in model.layers)
         room = model.rest + WORKSPACE + each * min(made.slots)
-        ram = f', "cpu": "{(made.ram or 0) / 2**30:.1f}GiB"' if made.in_files else ""
-        folder = ", offload_folder=..." if made.in_files else ""
-        how = f'max_memory={{0: "{room / 2**30:.1f}GiB"{ram}}}, kv_tokens=0{folder}'
-        lines = [] if made.whole else [f"load it with {how}: the rest is for training"]
+        how = ["quantization_config=NVFP4Config()"] if model.rounded else []
+        if not made.whole:
+            ram = f', "cpu": "{(made.ram or 0) / 2**30:.1f}GiB"' if made.in_files else ""
+            how += [f'max_memory={{0: "{room / 2**30:.1f}GiB"{ram}}}', "kv_tokens=0"]
+            how += ["offload_folder=..."] if made.in_files else []
+        why = "" if made.whole else ": the rest is for training"
+        lines = [f"load it with {', '.join(how)}{why}"] if how else []
         return lines + (["more tokens a step cost no more copies"] if by_copies else [])
     now = sum(_parts(model, config, step).values())
     changes = {

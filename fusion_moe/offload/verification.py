@@ -178,10 +178,10 @@ def _factors(adapter: Any) -> list[Tensor]:
     return [layers[n].weight for n in names for layers in (adapter.lora_A, adapter.lora_B)]
 
 
-def _b(adapter: Any, experts: int) -> Tensor:
+def _b(adapter: Any, experts: int) -> Any:
     """B [E, N, r], also of PEFT's layer around floats: its columns are [r, E]."""
     if hasattr(adapter, "B"):
-        return adapter.B  # type: ignore[no-any-return]
+        return adapter.B
     (b,) = _factors(adapter)[1:]
     return b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 

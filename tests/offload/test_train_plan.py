@@ -5,6 +5,7 @@ fit says what to change.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +119,18 @@ def test_command(tmp_path):
         result = run(*sizes[:-1], amount)
         assert result.exit_code == 2
         assert f"--gpu = '{amount}'; expected a number of bytes, or a text" in result.stderr
+
+
+def test_a_directory_in_floats_is_rounded_while_it_is_read():
+    """As `examples/finetune.py` does."""
+    small = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
+    result = CliRunner().invoke(app, ["plan", "--train", str(small), "--gpu", "24GB", "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)["plan"]
+    want = of_sizes(SIZES["tiny"])
+    for layer, of in zip(found["plan"]["model"]["layers"], want.layers, strict=True):
+        assert layer["nbytes"] == pytest.approx(of.nbytes, rel=1e-3)
+        assert [layer[name] for name in ("experts", "macs", "slots")] == [
+            *(of.experts, of.macs, of.slots)
+        ]
+    assert found["advice"] == ["load it with quantization_config=NVFP4Config()"]
