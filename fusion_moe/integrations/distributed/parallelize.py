@@ -177,7 +177,7 @@ class Division:
                 layer = memory.layer(experts, features)
                 layer.capacity = self.capacity if isinstance(self.capacity, int) else 0
                 layer.float32_sums = self.float32_sums
-                send_tokens(module, layer, dispatcher, features)
+                send_tokens(module, layer, dispatcher)
             else:
                 say_collectives(f"a {type(module).__name__} is more than one operation")
                 divide_forward(module, dispatcher, features)

@@ -257,12 +257,12 @@ class Layer:
         }
 
 
-def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher, features: int) -> None:
+def send_tokens(module: nn.Module, layer: Layer, otherwise: Dispatcher) -> None:
     """Wraps the forward of experts that are one operation, whose calls send tokens themselves.
-    Tokens with adapters of their own go through a dispatcher of collectives. features: of tokens.
+    Tokens with adapters of their own go through a dispatcher of collectives.
     """
     inner = module.forward.__func__  # type: ignore[attr-defined]
-    divide_forward(module, otherwise, features)
+    divide_forward(module, otherwise, layer.features)
     by_collectives = module.forward.__func__  # type: ignore[attr-defined]
     most, takes_arguments = layer.capacity, isinstance(module, Experts)
     if not takes_arguments:
