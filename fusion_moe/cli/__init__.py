@@ -11,11 +11,12 @@ Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported, 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
 
-from .start import STOPPED, UNSUPPORTED, end
+from .start import PROBLEMS, STOPPED, UNSUPPORTED, end
 
 __all__ = ["main"]
 
@@ -46,6 +47,13 @@ def main() -> None:
 
         print(f"fusion-moe: {error.name} is not installed; {install('cli')}", file=sys.stderr)
         sys.exit(UNSUPPORTED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+        where = error.filename or "the output"
+        print(f"fusion-moe: {where}: not written: {error.strerror}", file=sys.stderr)
+        sys.exit(PROBLEMS)
     except SystemExit as ending:
         if ending.code == STOPPED:  # else a KeyboardInterrupt that passed `exec` is what ends it
             stopped.append(STOPPED)

@@ -124,6 +124,15 @@ def test_as_a_module():
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_without_room_is_a_sentence():
+    command = [sys.executable, "-m", "fusion_moe.cli", "--version"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPO)
+    assert done.returncode == 1
+    assert done.stderr == "fusion-moe: the output: not written: No space left on device\n"
+
+
 def test_nothing_that_compiles_graphs_is_imported():
     """It takes longer than all the rest. (`import fusion_moe` without it: tests/test_public.py.)"""
     given = (["inspect", str(MADE / "modelopt-mixtral")], ["doctor"])
