@@ -284,6 +284,18 @@ def meaning() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def meaning_without_all(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same without --all; with it kernels run. For tests that are about neither."""
+    from fusion_moe import options
+
+    if every(request.config):
+        yield
+    else:
+        with options.override(target="reference"):
+            yield
+
+
 # Golden texts -------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from ways import Called, compiled
 
 from fusion_moe import nn as ours, options
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 G, H, I = 3, 24, 16
 SPLITS = torch.tensor([5, 0, 6])
 ROWS = 13

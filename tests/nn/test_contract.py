@@ -27,6 +27,8 @@ from fusion_moe.nn import (
 )
 from fusion_moe.nn.conversion import traced_activation
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 E, K, H, I, T = 4, 2, 64, 64, 11
 
 

@@ -16,6 +16,8 @@ from ways import Called, compiled
 from fusion_moe import nn as ours
 from fusion_moe.errors import OptionError
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 G, H, I = 3, 24, 16
 SPLITS = torch.tensor([5, 0, 6])
 ROWS = 13

@@ -28,6 +28,8 @@ from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
 from fusion_moe.recipe import Float8BlockScaling, MXFP8BlockScaling, Recipe, current
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 G, K, N = 4, 64, 96
 SIZES, ROWS = (5, 0, 33, 31), 72  # three past the last group
 COUNTS = torch.tensor(SIZES)

@@ -30,6 +30,8 @@ from fusion_moe.offload.offload import _into_files
 from fusion_moe.offload.pretended import Pretended
 from fusion_moe.runtime.host_memory import pages
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 LAYERS = 3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -24,6 +24,8 @@ from fusion_moe.encodings import dequantize
 from fusion_moe.nn import contract_of, qat_
 from fusion_moe.nn.config import CONFIGS
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 E, H, I, T, K = 4, 64, 96, 11, 2
 SIZES = {"hidden_size": H, "moe_intermediate_size": I, "intermediate_size": I}
 COUNTS = {"num_experts": E, "num_local_experts": E, "n_routed_experts": E, "num_experts_per_tok": K}

@@ -15,6 +15,8 @@ from tiny_qwen3 import qwen3_moe
 import fusion_moe
 from fusion_moe.transformers import fuse_routers_
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 CONFIG = SimpleNamespace(
     hidden_size=32,
     num_experts=16,

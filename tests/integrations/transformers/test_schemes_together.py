@@ -38,6 +38,8 @@ from fusion_moe.nn.frozen.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 from tests.families.tiny import FAMILIES, tiny
 
+pytestmark = pytest.mark.usefixtures("meaning_without_all")
+
 QWEN = Qwen3MoeConfig(
     vocab_size=96,
     hidden_size=64,
