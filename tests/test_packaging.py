@@ -23,7 +23,7 @@ import pytest
 from cover import few
 
 from fusion_moe.backends.cpu import readers
-from fusion_moe.runtime import build as builds, isa, native_source
+from fusion_moe.runtime import build as builds, isa, native_source, shipped_cubins
 
 # By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be
 # imported there.
@@ -190,12 +190,19 @@ def test_kernels_are_built_by_a_program_that_says_so(source, compiler, tmp_path)
         assert (done.returncode, done.stderr.startswith(said)) == (0, True), done.stderr
 
 
-def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(source, compiler, tmp_path):
+def test_a_distributed_wheel_brings_the_kernels_of_every_cpu(
+    source, compiler, tmp_path, monkeypatch
+):
     """Those that this machine looks for among them; and its tag says for which machines it is.
-    Nothing compiles them here but a stand-in.
+    Nothing compiles them here but a stand-in. CUDA kernels are in a file that is there already.
     """
+    (tmp_path / "of_cuda").write_bytes(b"cubins")
+    monkeypatch.setenv("CUBINS", str(tmp_path / "of_cuda"))
     wheel = build("wheel", tmp_path / "wheel", source, compiler, "all")
-    shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
+    with zipfile.ZipFile(wheel) as archive:
+        name = shipped_cubins.ARCHIVE.relative_to(REPO).as_posix()
+        assert archive.read(name) == b"cubins"
+    shipped = {Path(file).name for file in files_of(wheel) - {name} if "/shipped/" in file}
     assert shipped >= {
         source.came_with().name
         for isa_level in isa.available()

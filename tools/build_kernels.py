@@ -9,6 +9,8 @@ kind of CPU of the architecture, by KERNELS_FOR=all. The C++ that runs calls wit
 release of torch: the one that is installed already, or those in NATIVE_FOR=FOLDER:FOLDER. Without a
 C++ compiler there are none, and the wheel is pure Python: a compiler at the user's then builds them
 at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+
+CUDA kernels of common layers come only by CUBINS=FILE, which tools/build_cubins.py wrote.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ CPUS = {
 
 
 SECONDS = 4  # of a core, for a file
+CUBINS = "fusion_moe/runtime/shipped/cubins.xz"
 
 
 class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if (cubins := os.environ.get("CUBINS")) and version != "editable":
+            build_data["force_include"][cubins] = CUBINS
         torches = [] if version == "editable" else _torches()  # its folder serves all torches
         if compile_all(Path(self.root), self.app.display_info, self.app.display_warning, torches):
             build_data["pure_python"] = False

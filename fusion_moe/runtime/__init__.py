@@ -8,6 +8,8 @@ build.py, nvrtc.py, isa.py
                  compilers, instruction sets; precompile.py, background.py: compiling ahead
 store.py, trust.py
                  compiled files by content hash, and which are safe to load
+shipped_cubins.py
+                 CUDA kernels of common layers, which came with the package
 driver.py, cuda.py, faults.py
                  the CUDA driver, cubins, what kernels find wrong
 peers.py         tensors that may stand for memory that ranks share

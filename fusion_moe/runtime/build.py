@@ -57,6 +57,8 @@ BASE_FLAGS = (
     "-fPIC",
     "-shared",
 )
+# of libraries that are shipped: without symbols, and with as few pages as they need
+_SMALL = ("-s", "-Wl,-z,noseparate-code")
 _SHOWN_ERRORS = 5
 
 
@@ -182,7 +184,7 @@ def ship(source: LibrarySource, having: Collection[str]) -> Path:
         raise BuildError(why_no_compiler(), where=source.name)
     path.parent.mkdir(exist_ok=True)
     with store.as_build_error(source.name), store.whole(path) as result:
-        _compile(source.command(compiler, having), source, result)
+        _compile([*source.command(compiler, having), *_SMALL], source, result)
     return path
 
 

@@ -3,6 +3,9 @@ nvcc, no GPU needed.
 
     path = build(text, name="small_m", arch="sm_90a", headers=headers(folder))
 
+Sources that differ in comments and names of values have one cubin. Those of common layers may have
+come with the package (shipped_cubins.py).
+
 For arch="compute_80,sm_90" NVRTC makes PTX, and the driver makes the cubin of that, for the GPU at
 hand: the store has one for each version of the driver.
 
@@ -15,8 +18,10 @@ NVRTC runs in this process, so nothing can end it: the option compile_seconds do
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -26,7 +31,7 @@ from typing import Any
 from .. import options
 from ..errors import BuildError
 from ..messages import install
-from . import driver, dump, recording, store
+from . import driver, dump, recording, shipped_cubins, store
 from .build import first_errors, keep_failed
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation
@@ -39,6 +44,10 @@ _DEBUG = {  # cuda_debug's
     "timeline": f"--define-macro=TIMELINE={MARKS}",
 }
 _INSTALL = install("cuda")
+_COMMENT = re.compile(r"[ \t]*//.*")
+# a member of a segment's struct that is called like a value, as no header calls it; and each name
+_MEMBER = re.compile(r"^    (?:const )?\w+\* ([it]\d+_?);", re.MULTILINE)
+_VALUE = re.compile(r"\b[it]\d+_?\b")
 
 
 class Headers(dict[str, str]):
@@ -108,12 +117,17 @@ def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[
     """
     if why := why_missing():
         raise BuildError(why, where=name)
-    all_flags = _all_flags(arch, flags)
+    file, came = _find(text, name, arch, headers, flags)
+
+    def make(path: Path) -> None:
+        if came:
+            options.log("compile", "%s came with the package", name)
+            path.write_bytes(came)
+        else:
+            _compile(text, name, headers, _all_flags(arch, flags), path)
+
     with store.as_build_error(name):
-        path = store.get_or_make(
-            _file(text, name, arch, headers, all_flags),
-            lambda path: _compile(text, name, headers, all_flags, path),
-        )
+        path = store.get_or_make(file, make)
     dump.binary(path, text, ".cu")
     return path
 
@@ -122,7 +136,8 @@ def is_built(
     text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()
 ) -> bool:
     """Whether `build` would compile nothing."""
-    return store.has(_file(text, name, arch, headers, _all_flags(arch, flags)))
+    file, came = _find(text, name, arch, headers, flags)
+    return bool(came) or store.has(file)
 
 
 def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
@@ -133,11 +148,44 @@ def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
     return (f"--gpu-architecture={target}", *FLAGS, *debug, *flags)
 
 
-def _file(text: str, name: str, arch: str, headers: Headers, all_flags: Sequence[str]) -> str:
-    """The name of a cubin in the store."""
+def _find(
+    text: str, name: str, arch: str, headers: Headers, flags: Sequence[str]
+) -> tuple[str, bytes]:
+    """The name of a cubin in the store; and the cubin, if it came with the package and is not there
+    yet.
+    """
+    came = shipped_cubins.archive(shipped_cubins.ARCHIVE)
+    if came.layers and not came.why_not:
+        file = file_of(text, name, arch, headers, flags, came.nvrtc)
+        layer = came.layer_of(file)
+        if layer and store.has(file):
+            return file, b""
+        if data := layer and shipped_cubins.cubins_of(shipped_cubins.ARCHIVE, layer).get(file):
+            return file, data
+    return file_of(text, name, arch, headers, flags), b""
+
+
+def file_of(
+    text: str, name: str, arch: str, headers: Headers, flags: Sequence[str] = (), by: str = ""
+) -> str:
+    """The name in the store of the cubin that a version of NVRTC makes of a source. by: default:
+    the one that is installed.
+    """
     linked_by = [driver.version()] if "," in arch else []
-    key = store.key_of(text, headers.key, version(), *linked_by, *all_flags)
+    parts = (_meaning(text), headers.key, by or version(), *linked_by, *_all_flags(arch, flags))
+    key = store.key_of(*parts)
     return f"{name}-{arch}-{key}.cubin"
+
+
+def _meaning(text: str) -> str:
+    """A source without what changes no machine code: comments, the names of values, and the types
+    of those that it does not read. A layer has them from the program around it.
+    """
+    code = _COMMENT.sub("", text)
+    uses, members = Counter(_VALUE.findall(code)), _MEMBER.findall(code)
+    code = _MEMBER.sub(lambda m: m[0] if uses[m[1]] > 1 else "    void* $;", code)
+    names = {name: f"${i}" for i, name in enumerate(members)}
+    return _VALUE.sub(lambda m: names.get(m[0], m[0]), code)
 
 
 def _nvrtc() -> Any:

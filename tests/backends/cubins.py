@@ -27,12 +27,12 @@ class Use:
 
 def use_of(path: Path) -> Use:
     """What the only kernel of a cubin uses."""
-    sections = dict(_sections(path.read_bytes()))
-    own = [n for name, (_, n) in sections.items() if name.startswith(".nv.shared.") and n > 64]
+    by_name = dict(sections(path.read_bytes()))
+    own = [n for name, (_, n) in by_name.items() if name.startswith(".nv.shared.") and n > 64]
     # from compute capability 9.0 on with what the driver reserves
-    reserved = RESERVED if ".nv.shared.reserved.0" in sections else 0
+    reserved = RESERVED if ".nv.shared.reserved.0" in by_name else 0
     found: dict[int, int] = {}
-    info, _ = sections[".nv.info"]
+    info, _ = by_name[".nv.info"]
     at = 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -43,7 +43,7 @@ def use_of(path: Path) -> Use:
     return Use(found[_REGISTERS], found[_FRAME], max(max(own, default=0) - reserved, 0))
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, tuple[bytes, int]]]:
+def sections(elf: bytes) -> Iterator[tuple[str, tuple[bytes, int]]]:
     """The sections' names, contents and sizes."""
     (offset,), (size, count, names) = (
         struct.unpack_from("<Q", elf, 0x28),
