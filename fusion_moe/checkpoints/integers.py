@@ -32,12 +32,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Packing:
     """What a configuration says about integers. groups: their bits and the columns that share a
     scale, ROW for all; symmetric: whether zero points are in the middle; less: how much smaller
-    GPTQ stores them.
+    GPTQ stores them; awq: whether words are AWQ's, or GPTQ's; None if it does not say.
     """
 
     groups: tuple[tuple[int, int], ...] = ((4, 32),)
     symmetric: bool = False
     less: int = 0
+    awq: bool | None = None
 
 
 USUAL = Packing()
@@ -122,10 +123,14 @@ def _of_qweight(scheme: Scheme, entries: Mapping[str, Entry], packing: Packing) 
     (rows, columns), (groups, n) = codes.shape, scale.shape
     bits = 32 * zeros.shape[1] // n
     awq = columns != n
-    if bits == 0 or zeros.shape[0] != groups or columns * (32 // bits if awq else 1) != n:
+    words_fit = bits > 0 and columns * (32 // bits if awq else 1) == n
+    if not words_fit or zeros.shape[0] != groups or packing.awq not in (None, awq):
+        known = {False: "GPTQ's [K/8, N]", True: "AWQ's [K, N/8]"}
+        either = " or ".join(known.values())
         raise CheckpointError(
             f"{codes} with {scale} and {zeros}",
-            expected="GPTQ's [K/8, N] or AWQ's [K, N/8], with [K/group, N] and [K/group, N/8]",
+            expected=f"{either if packing.awq is None else known[packing.awq]}, with [K/group, N] "
+            "and [K/group, N/8]",
             where=str(codes.file),
         )
     if awq:

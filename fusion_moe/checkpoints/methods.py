@@ -124,7 +124,15 @@ def packing_of(quantization: Mapping[str, Any]) -> Packing:
     first = quantization.get("checkpoint_format") in (None, "gptq") and quantization.get(
         "packing_format"
     ) in (None, "auto_round:auto_gptq")
-    return Packing(tuple(groups) or Packing.groups, quantization.get("sym") is True, int(first))
+    method = quantization.get("source", quantization.get("quant_method"))
+    method = _SPELLINGS.get(method, method) if isinstance(method, str) else method
+    awq = "awq" in f"{method} {quantization.get('packing_format')}"
+    return Packing(
+        tuple(groups) or Packing.groups,
+        quantization.get("sym") is True,
+        int(first),
+        awq if method in ("awq", "gptq", "auto-round") else None,
+    )
 
 
 def _integers(quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

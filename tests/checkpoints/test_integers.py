@@ -218,7 +218,23 @@ def test_what_configurations_say() -> None:
     said = {"quant_method": "compressed-tensors", "config_groups": dict(enumerate(groups))}
     assert packing_of(said).groups == ((4, 64), (8, ROW))
     said = {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True}
-    assert packing_of(said) == Packing(((8, ROW),), True, 1)
+    assert packing_of(said) == Packing(((8, ROW),), True, 1, awq=False)
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        ("awq", {"quant_method": "gptq"}),
+        ("gptq", {"quant_method": "awq"}),
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
+    ],
+)
+def test_words_of_another_packing(by: str, said: dict[str, Any], tmp_path: Path) -> None:
+    """Both packings have matrices of such shapes, with other numbers."""
+    tensors, config = qweight(by)
+    wanted = "GPTQ's .K/8, N." if by == "awq" else "AWQ's .K, N/8."
+    with pytest.raises(CheckpointError, match=f"expected {wanted}, with"):
+        checked(directory(tmp_path, tensors, config | said))
 
 
 def test_a_directory_of_awq_says_where_to_go(tmp_path: Path) -> None:
