@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from ...checkpoints import (
+    KNOWN,
     Entry,
     Packing,
     Read,
@@ -108,6 +109,7 @@ def replace_modules(
     UnsupportedError for one of a module that cannot have it.
     """
     names = live_names(model, tensors)
+    _check_names(names)
     entries = {live: replace(tensors[name], name=live) for name, live in names.items()}
     stored = stored_weights(entries, method, packing)
     in_files = {live: name for name, live in names.items()}
@@ -130,6 +132,18 @@ def replace_modules(
     _warn_of_rounding(stored)
     _warn_of_floats(model, replaced)
     return replaced
+
+
+def _check_names(names: Mapping[str, str]) -> None:
+    """CheckpointError for two tensors of files that are one of the model, with and without the
+    prefix of its base model, say.
+    """
+    first: dict[str, str] = {}
+    for name, live in names.items():
+        if first.setdefault(live, name) != name and not name.endswith(KNOWN):
+            raise CheckpointError(
+                f"{first[live]} and {name}", expected="one of the two", where=f"{live} of the model"
+            )
 
 
 def _check_none_left(

@@ -283,6 +283,17 @@ def test_a_gap_is_an_error_and_no_random_number(tmp_path, golden):
     )
 
 
+@pytest.mark.parametrize("below", ["mlp.experts.", "self_attn.q_proj.", "input_layernorm."])
+def test_two_tensors_for_one_parameter(below, tmp_path):
+    """transformers adds the prefix where it is missing."""
+    name = f"layers.0.{below}"
+    path = change(copied("modelopt-qwen3_moe", tmp_path), again(f"model.{name}", name))
+    with pytest.raises(
+        CheckpointError, match=rf"{name}[\w.]+ and model.{name}[\w.]+; expected one of the two"
+    ):
+        from_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("directory", "name"),
     [
