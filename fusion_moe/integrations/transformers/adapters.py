@@ -17,11 +17,13 @@ from ...lora.files import load_lora_, save_lora
 from ...lora.files.config import CONFIG, read_config
 from ...lora.files.directory import TENSORS
 from ...messages import warn_once
-from ...nn.frozen import AdaptableModule
+from ...nn.frozen import AdaptableModule, PackedModule
 from ...options import during
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
+# what `save_pretrained` is given; None for the model's own
+state_to_save: ContextVar[dict[str, Any] | None] = ContextVar("fusion_moe_state", default=None)
 
 
 def save_pretrained(
@@ -29,12 +31,31 @@ def save_pretrained(
     self: Any,
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Tells quantizers, which `save_pretrained` asks for tensors, the directory."""
-    with during(_saving_to, Path(save_directory) if is_main_process else None):
-        return theirs(self, save_directory, is_main_process, *args, **kwargs)
+    """Tells quantizers, which `save_pretrained` asks for tensors, the directory and the state dict:
+    without, transformers writes the model's own. UnsupportedError for encoded weights under the
+    names of parameters, which nothing reads: with save_original_format=False, or of a model without
+    a quantizer, a part of the one that has it.
+    """
+    encoded = any(isinstance(module, PackedModule) for module in self.modules())
+    if encoded and not kwargs.get("save_original_format", True):
+        raise UnsupportedError(
+            "save_original_format=False, of a model with encoded weights",
+            expected="the names that files have, by which they load again",
+            where="save_pretrained",
+        )
+    if encoded and getattr(self, "hf_quantizer", None) is None:
+        raise UnsupportedError(
+            f"a {type(self).__name__} whose encoded weights another module has quantized",
+            expected="the model that quantize_ or from_pretrained was called for",
+            where="save_pretrained",
+        )
+    to = Path(save_directory) if is_main_process else None
+    with during(_saving_to, to), during(state_to_save, state_dict):
+        return theirs(self, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
 def write_adapters(model: PreTrainedModel) -> None:

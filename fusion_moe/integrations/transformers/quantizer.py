@@ -21,7 +21,7 @@ from ...encodings import NVFP4
 from ...errors import UnsupportedError
 from ...nn import Adapter, prepare_
 from ...nn.frozen import PackedModule, own_parameters, place_
-from .adapters import read_adapters_, write_adapters
+from .adapters import read_adapters_, state_to_save, write_adapters
 from .completeness import check_complete
 from .config import ModelOptConfig, in_transformers_form, set_quantization
 from .on_disk import is_brought, keep_buffers, put_on_disk
@@ -253,9 +253,10 @@ class FusionMoeQuantizer(HfQuantizer):
         set_quantization(model.config, with_own_entries(self._saved_config(model), model))
         write_adapters(model)
         names = (name for name, module in model.named_modules() if isinstance(module, Adapter))
-        adapters, state = tuple(f"{name}." for name in names), None
+        adapters, given = tuple(f"{name}." for name in names), state_to_save.get()
+        state = None if given is None else dict(given)
         if adapters:
-            whole = model.state_dict()
+            whole = model.state_dict() if state is None else state
             state = {key: t for key, t in whole.items() if not key.startswith(adapters)}
         linears = {} if self.replaced is None else self.replaced.linears
         return linears_as_stored(model, linears, state), {}

@@ -113,7 +113,8 @@ def linears_as_stored(
         if source is None or source.scheme.encoding != module.encoding:
             source = Source(name, _form(module, name).scheme, {"weight": ("",)})
         for row in source.rows(module):
-            state |= dict(stored(row, state.pop(f"{name}.{row.parameter}")))
+            if (t := state.pop(f"{name}.{row.parameter}", None)) is not None:
+                state |= dict(stored(row, t))
     return state
 
 
