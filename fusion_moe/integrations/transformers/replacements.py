@@ -279,6 +279,14 @@ def _replace_experts(
         return
     encoding = config.encoding if source.rounds else source.scheme.encoding
     assert encoding is not None, "FP8 whose scales fit is in one"
+    # NVFP4's configuration is also that of how others are computed
+    if config.encoding != NVFP4 and config.encoding.name not in encoding.name:
+        raise UnsupportedError(
+            f"experts in {encoding.name}",
+            expected=f"{config.encoding.name}, or floats to be rounded, by quantization_config",
+            todo='without it they stay as they are; convert them to="dense" to round that again',
+            where=name,
+        )
     with torch.device("meta"):
         try:
             replacement = _on_meta(module, encoding, config, name, source)

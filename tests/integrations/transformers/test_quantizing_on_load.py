@@ -486,3 +486,18 @@ def test_what_compressed_tensors_reads(whole_blocks, name, tmp_path):
         }
         got = decoder.decompress(parts, scheme)["weight"]
         assert torch.equal(got, want.to(got.dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("modelopt-qwen3_moe", "int4"),
+        ("ct-qwen3_moe-int4", "mxfp4"),
+        ("modelopt-qwen3_moe", "fp8"),
+    ],
+)
+def test_experts_in_another_format_than_is_asked_for(name, asked):
+    """Few bits are not rounded to others: they would silently stay as they are."""
+    with pytest.raises(UnsupportedError, match=f"experts in .*; expected {asked}, or floats to be"):
+        from_pretrained(MADE / name, quantization_config=asked)
+    from_pretrained(MADE / "ct-qwen3_moe-int4", quantization_config="int4")
