@@ -215,8 +215,9 @@ def _native() -> Check:
     return Check(
         "calls without Python",
         True,
-        f"once prepare_ or a compiled graph {'loads' if native.is_built() else 'compiles'} them; "
-        "a process without either stays in Python",
+        "from a process's second call on"
+        if native.is_built()
+        else "once prepare_ or a compiled graph compiles them; until then calls go through Python",
     )
 
 

@@ -129,8 +129,7 @@ class Options:
     )
     native_calls: bool = _option(
         True,
-        "calls with known specialization keys without Python, in processes that prepare weights "
-        "or call compiled graphs",
+        "calls with known specialization keys without Python, once their library is compiled",
         in_keys=False,
     )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)

@@ -8,9 +8,9 @@ known specialization keys (native.cpp says what is in them).
 
 The library is loaded when weights are prepared or a compiled graph is first called. It fits one
 release of torch: a wheel may have it for some (native_source.py), for others it is compiled, once
-for each cache_dir. A process that does neither runs all of its calls in Python, the first as the
-thousandth. So does one with neither that library nor a compiler, and one with a torch whose headers
-are not those that native.cpp was written for.
+for each cache_dir. A process that does neither loads it at its second call, if it is there already
+and no other thread runs. Without it Python runs all calls, the first as the thousandth: where there
+is no compiler either, and with a torch whose headers are not those that native.cpp was written for.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ _recorded: int | None = None
 _shared: dict[int, tuple[int, int, int]] = {}
 _attempts = itertools.count()
 _callers: set[int] = set()  # the threads whose calls Python has run while there was no library
+_calls = itertools.count()  # of those
+_is_lazy = True  # whether one of these calls may still load it
 
 
 def wanted() -> bool:
@@ -85,7 +87,16 @@ def wanted() -> bool:
     if _library is not None:
         return bool(_library.fusion_moe_wanted())
     _callers.add(threading.get_ident())
+    if _is_lazy and next(_calls) and threading.active_count() == len(_callers) == 1:
+        _use_if_built()
     return False
+
+
+def _use_if_built() -> None:
+    global _is_lazy
+    _is_lazy = False
+    if is_built():
+        use()
 
 
 def offer(numbers: Sequence[int] | None) -> None:

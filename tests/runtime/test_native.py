@@ -329,12 +329,15 @@ CALLS = "for _ in range(300):\n    experts(*given)\nprint(native.known())\n"
 
 
 @pytest.mark.once
-def test_a_process_stays_in_python_until_it_prepares():
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_process_loads_it_at_the_second_call_or_as_it_prepares(threads):
+    """At a call only where no other thread may be in one."""
+    waits = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     code = (
-        "import precompiled, torch, fusion_moe\nprecompiled.use()\n"
+        "import precompiled, threading, torch, fusion_moe\nprecompiled.use()\n"
         "from fusion_moe.runtime import native\n"
-        "from runtime.test_native import layer, token\nexperts, given = layer(), token()\n"
-        f"{CALLS}fusion_moe.prepare_(experts)\n{CALLS}"
+        f"from runtime.test_native import layer, token\n{waits if threads else ''}"
+        f"experts, given = layer(), token()\n{CALLS}fusion_moe.prepare_(experts)\n{CALLS}"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -344,7 +347,7 @@ def test_a_process_stays_in_python_until_it_prepares():
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert done.stdout.split() == ["0", "1"]
+    assert done.stdout.split() == (["0", "1"] if threads else ["1", "1"])
 
 
 @pytest.fixture
@@ -354,6 +357,8 @@ def loads(monkeypatch):
     monkeypatch.setattr(native, "_library", None)
     monkeypatch.setattr(native, "_attempts", itertools.count())
     monkeypatch.setattr(native, "_callers", set())
+    monkeypatch.setattr(native, "_calls", itertools.count())
+    monkeypatch.setattr(native, "_is_lazy", False)
     monkeypatch.setattr(native, "load", lambda: loads.append("loaded"))
     return loads
 
@@ -372,6 +377,16 @@ def test_a_call_of_a_compiled_graph_comes_again(loads):
     assert loads == []
     eager._run(program, [x], [], options.current().key())
     assert loads == ["loaded"]
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_call_that_python_runs_again(loads, monkeypatch, built):
+    """Loads what is built, and compiles nothing."""
+    monkeypatch.setattr(native, "_is_lazy", True)
+    monkeypatch.setattr(native, "is_built", lambda: built)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    loaded = [native.wanted() or len(loads) for _ in range(4)]  # at the end of each
+    assert loaded == ([0, 1, 1, 1] if built else [0, 0, 0, 0])
 
 
 def test_not_where_another_thread_may_call_what_gets_other_kernels(loads, caplog):
