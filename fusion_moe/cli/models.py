@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..messages import GGUF, amount, exists, install
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hub
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # of one that are downloaded
+_OTHERS = "transformers", "torch", "torchao", "thunder"  # that warn of what users cannot change
 _TOKENIZERS = "token*", "tekken*", "vocab*", "*.tiktoken", "*.model"  # files of one
 Device = Annotated[str, typer.Option(help="cpu or cuda. [default: a GPU where there is one]")]
 
@@ -120,13 +122,15 @@ def quietly() -> Iterator[None]:
         from transformers.utils import logging as messages
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
-    loggers = [logging.getLogger(name) for name in ("transformers", "torch", "torchao")]
+    loggers = [logging.getLogger(name) for name in _OTHERS]
     before, bars = [logger.level for logger in loggers], messages.is_progress_bar_enabled()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     messages.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=rf"({'|'.join(_OTHERS)})\b")
+            yield
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
 from fusion_moe.cli.bench import Bench
-from fusion_moe.cli.models import a_model, local
+from fusion_moe.cli.models import a_model, local, quietly
 from fusion_moe.errors import CheckpointError, UnsupportedError
 from fusion_moe.integrations.transformers.bench import Row, Times, loaded
 from fusion_moe.transformers import NVFP4Config, from_pretrained, fuse_routers_
@@ -258,3 +259,13 @@ def test_bench_of_another_format():
         rows = [line for line in lines if line.startswith(f"{of}  ")]
         assert [line.removeprefix(of).split()[0] for line in rows] == ["INT4", "bf16", "bf16"]
         assert max(line.count("=") for line in rows) == 30
+
+
+def test_what_others_warn_of_is_not_shown():
+    """But what comes from anywhere else is."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with quietly():
+            for module in "torch._dynamo.functions", "thunder", "torchvision", "mine":
+                warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+    assert [str(w.message) for w in shown] == ["of torchvision", "of mine"]
