@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from stored_scales import calls as products
 from torch import Tensor
 
 import fusion_moe
@@ -58,6 +59,8 @@ def ways(layer: NVFP4Experts, token: tuple[Tensor, ...]) -> dict[str, Callable[[
         for name, function in (("fused_experts between two kernels", graph), ("the module", layer)):
             compiled = torch.compile(function, backend=backend)
             found[f"{name}, torch.compile(backend={backend!r})"] = lambda f=compiled: f(*token)  # type: ignore[misc]
+    of_scales = "f16a_nvfp4weight_scaled_grouped_mm", "nvfp4_grouped_mm"
+    found |= zip(of_scales, products(2, 128, 64, 1, token[0].device.type), strict=True)
     return found
 
 
