@@ -501,8 +501,9 @@ def f16a_nvfp4weight_scaled_grouped_mm(
 
     activation: float [..., K], rows sorted by group. fp4_weight: uint8 [G, K/2, N], the transposed
     view of a contiguous [G, N, K/2]. weight_scaling_factor: float8_e4m3fn [G, ceil128(N),
-    ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`). global_scale: float32
-    [G], a factor. offsets: int32 [G], where each group starts, without the total;
+    ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`); linear ones have the
+    same shape where N is a multiple of 128 and K of 64, and cannot be told apart. global_scale:
+    float32 [G], a factor. offsets: int32 [G], where each group starts, without the total;
     blockscale_offsets: int32 [G], the same with each group padded to 128 rows; problem_sizes: int32
     [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
 
