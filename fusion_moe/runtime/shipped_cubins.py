@@ -62,7 +62,7 @@ class Archive:
 @cache
 def archive(path: Path) -> Archive:
     """What an archive lists; nothing if it is not there or is damaged."""
-    with _damage_told(path), _opened(path) as file:
+    with _warned_of_damage(path), _opened(path) as file:
         return Archive(**json.loads(file.readline()))
     return Archive()
 
@@ -76,7 +76,7 @@ def cubins_of(path: Path, layer: str) -> Mapping[str, bytes]:
 @cache
 def _read(path: Path, layer: str) -> Mapping[str, bytes]:
     """Those, which are kept: later calls need others of them."""
-    with _damage_told(path), _opened(path) as file:
+    with _warned_of_damage(path), _opened(path) as file:
         file.readline()
         data, places = file.read(), archive(path).layers[layer]
         return {name: data[begin:end] for name, (begin, end) in places.items()}
@@ -90,7 +90,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _warned_of_damage(path: Path) -> Iterator[None]:
     """Ends the block at an error, with a warning unless there is no archive."""
     try:
         yield
