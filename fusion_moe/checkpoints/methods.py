@@ -69,7 +69,7 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
     method = quantization.get("quant_method")
     if method is None and "producer" in quantization:  # early versions of ModelOpt wrote none
         method = "modelopt"
-    method = _SPELLINGS.get(method, method) if isinstance(method, str) else method
+    method = _spelled(method)
     if method not in [*METHODS]:
         why = ": GGUF is another kind of file" if "gguf" in str(method).lower() else ""
         raise UnsupportedError(
@@ -95,6 +95,11 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
             where=where,
         )
     return str(method)
+
+
+def _spelled(method: Any) -> Any:
+    """A `quant_method` as METHODS has it."""
+    return _SPELLINGS.get(method, method) if isinstance(method, str) else method
 
 
 def _rotates(entry: Any) -> bool:
@@ -124,8 +129,7 @@ def packing_of(quantization: Mapping[str, Any]) -> Packing:
     first = quantization.get("checkpoint_format") in (None, "gptq") and quantization.get(
         "packing_format"
     ) in (None, "auto_round:auto_gptq")
-    method = quantization.get("source", quantization.get("quant_method"))
-    method = _SPELLINGS.get(method, method) if isinstance(method, str) else method
+    method = _spelled(quantization.get("source", quantization.get("quant_method")))
     awq = "awq" in f"{method} {quantization.get('packing_format')}"
     return Packing(
         tuple(groups) or Packing.groups,

@@ -36,7 +36,7 @@ _TODO = {
     errno.ENAMETOOLONG: "give it a shorter name",
     errno.EFBIG: "name a disk that takes files of this size; ulimit -f says what this shell allows",
 }
-_ADAPTERS = "adapters"  # the folder in which a saved model has them
+ADAPTERS = "adapters"  # the folder in which a saved model has them
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -114,8 +114,8 @@ def _to_copy(source: Directory) -> list[Path]:
     if source.path.is_file():  # of GGUF
         return []
     home = source.path.resolve()
-    if (home / _ADAPTERS / "adapter_config.json").exists():
-        warn_once(f"{home / _ADAPTERS}: these adapters are not written; copy the folder")
+    if (home / ADAPTERS / "adapter_config.json").exists():
+        warn_once(f"{home / ADAPTERS}: these adapters are not written; copy the folder")
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     others = [
         file

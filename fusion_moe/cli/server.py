@@ -174,14 +174,13 @@ def fault(path: str, body: bytes) -> str:
     """What is wrong with a request, "" if nothing is."""
     try:
         asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"the body has text that is not Unicode: {error}"
     except (ValueError, RecursionError) as error:
         return f"the body is not JSON: {error}"
     if not isinstance(asked, dict):
         return f"the body is a {type(asked).__name__}; expected an object"
-    try:
-        json.dumps(asked, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError) as error:
-        return f"the body has text that is not Unicode: {error}"
     needed = _NEEDED[path]
     if asked.get(needed) is None:
         return f"no {needed}; expected {_FIELDS[needed][1]}"

@@ -155,7 +155,7 @@ def _find(
     yet.
     """
     came = shipped_cubins.archive(shipped_cubins.ARCHIVE)
-    if came.layers and not came.why_not:
+    if not came.why_not:
         file = file_of(text, name, arch, headers, flags, came.nvrtc)
         layer = came.layer_of(file)
         if layer and store.has(file):

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...checkpoints.writing import ADAPTERS
 from ...errors import CheckpointError, UnsupportedError
 from ...lora.adapter import adapters_of
 from ...lora.files import load_lora_, save_lora
@@ -20,7 +21,6 @@ from ...messages import warn_once
 from ...nn.frozen import AdaptableModule, PackedModule
 from ...options import during
 
-FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
 # what `save_pretrained` is given; None for the model's own
 state_to_save: ContextVar[dict[str, Any] | None] = ContextVar("fusion_moe_state", default=None)
@@ -65,22 +65,22 @@ def write_adapters(model: PreTrainedModel) -> None:
     if (directory := _saving_to.get()) is None:
         return
     with suppress(CheckpointError, UnsupportedError):  # none there, or others, which stay
-        read_config(directory / FOLDER)
+        read_config(directory / ADAPTERS)
         for file in (CONFIG, TENSORS):
-            (directory / FOLDER / file).unlink(missing_ok=True)
+            (directory / ADAPTERS / file).unlink(missing_ok=True)
         with suppress(OSError):
-            (directory / FOLDER).rmdir()
+            (directory / ADAPTERS).rmdir()
     if described(model):
-        save_lora(_with_head(model), directory / FOLDER)
+        save_lora(_with_head(model), directory / ADAPTERS)
 
 
 def read_adapters_(model: PreTrainedModel, directory: Path) -> None:
     """Adds the adapters that a saved model has beside it, if any. Others, such as PEFT's of other
     layers, are left out, with a warning.
     """
-    if (directory / FOLDER / CONFIG).exists():
+    if (directory / ADAPTERS / CONFIG).exists():
         try:
-            load_lora_(_with_head(model), directory / FOLDER)
+            load_lora_(_with_head(model), directory / ADAPTERS)
         except UnsupportedError as error:
             warn_once(f"adapters are left out: {error}")
 
