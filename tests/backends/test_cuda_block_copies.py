@@ -41,7 +41,7 @@ extern "C" void runs(const bf16* x, const i32* ends, i64 rows, u8* by_rows, floa
                      u8* by_columns, float* column_scales) {{
     {ROW}
     on_threads([=] {{
-        make_copies<Square<K>, bf16>({RUNS}, row,
+        make_copies<Lanes<K>, bf16>({RUNS}, row,
             BlockCopy<{scale_class(FP8_ROWS)}>{{by_rows, row_scales, nullptr}},
             TurnedCopy<{scale_class(FP8_ROWS)}>{{by_columns, column_scales}}, NoCopy{{}});
     }});
@@ -53,22 +53,22 @@ extern "C" void blocks_of_32(const bf16* x, const i32* ends, i64 rows, u8* by_ro
                              u8* by_columns, u8* column_scales) {{
     {ROW}
     on_threads([=] {{
-        make_copies<Strips<K>, bf16, true>({RUNS_OF_32}, row,
+        make_copies<Lanes<K, 32>, bf16, true>({RUNS_OF_32}, row,
             BlockCopy<{scale_class(MXFP8)}>{{by_rows, row_scales, nullptr}},
             BlockCopy<{scale_class(MXFP8)}>{{by_columns, column_scales, nullptr}}, NoCopy{{}});
     }});
 }}
 extern "C" void read_32(const u8* codes, const u8* scales, const i32* ends, i64 rows, bf16* x) {{
-    on_threads([=] {{ read_copy<Strips<K>>({RUNS_OF_32}, codes, scales, x); }});
+    on_threads([=] {{ read_copy<Lanes<K, 32>>({RUNS_OF_32}, codes, scales, x); }});
 }}
 extern "C" void read_128(const u8* codes, const float* scales, const i32* ends, i64 rows,
                          bf16* x) {{
-    on_threads([=] {{ read_copy<Square<K>>({RUNS}, codes, scales, x); }});
+    on_threads([=] {{ read_copy<Lanes<K>>({RUNS}, codes, scales, x); }});
 }}
 extern "C" void both_ways(const bf16* x, u8* codes, u8* scales, u8* turned, u8* turned_scales) {{
     {ROW}
     on_threads([=] {{
-        make_copies<Square<K>, bf16>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
+        make_copies<Lanes<K>, bf16>(MatrixTiles<N>{{2}}, row, NoCopy{{}}, NoCopy{{}},
             BothWays<{scale_class(MXFP8)}, N>{{{{codes, scales, nullptr}}, turned, turned_scales}});
     }});
 }}

@@ -18,8 +18,6 @@ BLOCK_COPY = "BlockCopy<{scale}>"
 # of a multiprocessor: leave registers for what a lane loads ahead, in copies of whole blocks that
 # are made from one or two arrays, or in others
 _MIN_BLOCKS, _FEW_BLOCKS = 3, 2
-# by block: how lanes share a tile, and how many columns of it so many threads have
-_LANES = {32: ("Strips", 256, 32), BLOCK: ("Square", BLOCK, THREADS)}
 ENCODINGS = tuple(name for name in TRAINED if find(name).block == BLOCK)
 # of a matrix, on average: with fewer, a step that rounds its weights takes longer than in bf16, on
 # an H200 (docs/performance/training.md)
@@ -83,8 +81,8 @@ def kernel(
         tiles, count = _grouped(source, ends, rows, left, block)
     to = ", ".join(results.get(kind, "NoCopy{}") for kind in ("rows", "columns", "squares"))
     looked_up = "return [=]" not in row[1] or block != BLOCK  # a row is more than its number
-    lanes, cut = f"{_LANES[block][0]}<{known(k)}>", cut if block == BLOCK else 0
-    types = f"{lanes}, {number}, {str(looked_up).lower()}, {cut}"
+    cut = cut if block == BLOCK else 0
+    types = f"Lanes<{known(k)}, {block}>, {number}, {str(looked_up).lower()}, {cut}"
     make = f"make_copies<{types}>({tiles}, row, {to});"
     heavy = looked_up or cut or "squares" in results or known(k) % BLOCK
     few = heavy or sum("load_eight" in line for line in row) > 2
@@ -101,7 +99,7 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     tiles, count = _grouped(source, ends, rows, left, block)
     parts = source.fusion.producers[packed].values
     arguments = ", ".join(source.array(v, left) for v in parts)
-    read = f"read_copy<{_LANES[block][0]}<{k}>>({tiles}, {arguments}, {source.names[numbers]});"
+    read = f"read_copy<Lanes<{k}, {block}>>({tiles}, {arguments}, {source.names[numbers]});"
     few = _MIN_BLOCKS if block == BLOCK else _FEW_BLOCKS
     return _of_tiles(source, name, [read], count, k, block, few)
 
@@ -144,13 +142,12 @@ def _of_tiles(
     block: int = BLOCK,
     min_blocks: int = _MIN_BLOCKS,
 ) -> KernelSource:
-    """A kernel whose blocks compute tiles, or its warps parts of tiles of low rows."""
+    """A kernel whose blocks compute tiles, several at once if they have fewer rows."""
     assert THREADS == 256  # as the headers have it
-    _, columns, threads = _LANES[block]
     return source.kernel(
         name,
         [*source.WAIT, *body],
-        ceildiv(tiles * -(-width // columns) * threads, THREADS),
+        ceildiv(tiles * -(-width // BLOCK) * block, BLOCK),
         headers=("block_copies.cuh",),
         max_resident=MAX_RESIDENT,
         min_blocks=min_blocks,

@@ -1,13 +1,10 @@
 // Copies of numbers in e4m3 codes, all from one read: with a scale for 128 of them in a row, 128 in
-// a column, or 128 x 128; or for 32 in a row or a column (MXFP8). Lanes say how threads share a
-// tile:
+// a column, or 128 x 128; or for 32 in a row or a column (MXFP8).
 //
-//     Square   blocks of 128: a block of threads has a tile of 128 x 128, a warp 16 of its rows, a
-//              lane eight columns of eight rows that follow each other, so that a column's codes
-//              are in order too. A block has some tiles that lie side by side, since finding rows
-//              takes as long as reading them.
-//     Strips   blocks of 32: a warp looks for a tile of 32 rows once and has up to four strips of
-//              it, of 64 columns; a lane has eight columns of every fourth row.
+// A tile has a block's rows and 128 columns. A warp has 16 of its rows, a lane eight columns of
+// eight rows that follow each other, so that a column's codes are in order too. A block of threads
+// has one tile of 128 rows, or four of 32 rows at a time; and some that lie side by side, since
+// finding rows takes as long as reading them.
 //
 // Rows of groups are in tiles that no group shares. A lane loads all its numbers before it needs
 // the first.
@@ -17,6 +14,7 @@
 #pragma once
 
 #include "codes.cuh"
+#include "pipeline.cuh"
 
 namespace {
 
@@ -236,28 +234,32 @@ __device__ __forceinline__ void store_turned_rows(u8* to, i64 tile, i32 across,
     shared.store(to + column * 128, 32 * 128, left_in_tile<K>(128 * across));
 }
 
-// The largest magnitudes in each of eight rows that 16 lanes share, bf16 numbers of two rows in a
-// word. Each lane gets that of one row, as bits.
-template <class T>
+// The largest magnitudes in each of eight rows that LANES lanes share, bf16 numbers of two rows in
+// a word. Each lane gets those of OWN rows, as bits.
+template <class T, int LANES>
 struct RowsOfLanes {
     static constexpr bool PAIRS = Bits<T>::WORDS == 4;
-    static constexpr int COUNT = PAIRS ? 4 : 8;
+    static constexpr int COUNT = PAIRS ? 4 : 8, OWN = LANES < 8 ? 8 / LANES : 1;
+    static_assert(LANES == 4 || LANES == 16, "a lane has two rows, or half of a pair");
 
-    // The row of this lane, and the lane of a row among 16.
-    __device__ __forceinline__ static i32 row() {
-        const i32 lane = threadIdx.x % 16;
+    // The i-th row of this lane, and the lane of a row among them.
+    __device__ __forceinline__ static i32 row(int i) {
+        const i32 lane = threadIdx.x % LANES;
+        if (OWN == 2) return 2 * lane + i;
         return PAIRS ? lane / 4 * 2 + lane % 2 : lane / 2;
     }
     __device__ __forceinline__ static i32 lane_of(int s) {
+        if (OWN == 2) return s / 2;
         return PAIRS ? s / 2 * 4 + s % 2 : 2 * s;
     }
     // What the lane of a row has.
-    __device__ __forceinline__ static float of(int s, float x) {
-        return __uint_as_float(__shfl_sync(WHOLE_WARP, __float_as_uint(x), lane_of(s), 16));
+    __device__ __forceinline__ static float of(int s, const float (&x)[OWN]) {
+        return __uint_as_float(
+            __shfl_sync(WHOLE_WARP, __float_as_uint(x[s % OWN]), lane_of(s), LANES));
     }
 
     // each: of the words of each row.
-    __device__ __forceinline__ static u32 largest(const u32 (&each)[8]) {
+    __device__ __forceinline__ static void largest(u32 (&own)[OWN], const u32 (&each)[8]) {
         const auto larger = Bits<T>::larger;
         u32 most[COUNT];
 #pragma unroll
@@ -267,9 +269,9 @@ struct RowsOfLanes {
                 most[i] = larger(__byte_perm(each[2 * i], each[2 * i + 1], 0x5410),
                                  __byte_perm(each[2 * i], each[2 * i + 1], 0x7632));
         }
-        int lanes = 8;  // halves of 16 lanes change halves of the rows; then all have the same ones
+        int lanes = LANES / 2;  // halves of lanes change halves of the rows; then all have the same
 #pragma unroll
-        for (int n = COUNT / 2; n > 0; n /= 2, lanes /= 2) {
+        for (int n = COUNT / 2; n > 0 && lanes > 0; n /= 2, lanes /= 2) {
             const bool upper = threadIdx.x & lanes;
 #pragma unroll
             for (int i = 0; i < n; ++i) {
@@ -281,75 +283,95 @@ struct RowsOfLanes {
 #pragma unroll
         for (; lanes > 0; lanes /= 2)
             most[0] = larger(most[0], __shfl_xor_sync(WHOLE_WARP, most[0], lanes));
-        if constexpr (PAIRS) return threadIdx.x % 2 ? most[0] & 0xFFFF0000 : most[0] << 16;
-        return most[0];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const bool high = OWN == 2 ? i : threadIdx.x % 2;
+            own[i] = !PAIRS ? most[i] : high ? most[0] & 0xFFFF0000 : most[0] << 16;
+        }
     }
 };
 
-// What a block has of the columns of a tile: the largest magnitudes of its warps, and scales.
-struct ColumnsOfTile {
-    u32 most[8][128];
-    float over[128], scale[128];
-};
+// A lane's place in tiles of blocks of BLOCK rows.
+template <i32 K_, i32 BLOCK_ = 128>
+struct Lanes {
+    static constexpr i32 K = K_, BLOCK = BLOCK_, ACROSS = (K + 127) / 128;
+    static constexpr i32 WARPS = BLOCK / 16, THREADS = 32 * WARPS;  // of a tile
+    static constexpr i32 AT_ONCE = 256 / THREADS;                   // tiles of a block of threads
 
-// Lanes that have eight columns each of tiles of WIDTH.
-template <i32 K_, i32 WIDTH_>
-struct ColumnLanes {
-    static constexpr i32 K = K_, WIDTH = WIDTH_, ACROSS = (K + WIDTH - 1) / WIDTH;
-
-    // A lane's first column, and whether there is one.
+    // A lane's first column, and whether there is one; its rows: s below 8.
     __device__ __forceinline__ static i32 column(i32 across) {
-        return WIDTH * across + threadIdx.x % (WIDTH / 8) * 8;
+        return 128 * across + threadIdx.x % 16 * 8;
     }
     __device__ __forceinline__ static bool there(i32 across) {
-        return K % WIDTH == 0 || column(across) < K;
+        return K % 128 == 0 || column(across) < K;
     }
-};
+    __device__ __forceinline__ static i32 row(int s) { return thread() / 16 * 8 + s; }
 
-// A lane's place in a tile.
-template <i32 K_>
-struct Square : ColumnLanes<K_, 128> {
-    using ColumnLanes<K_, 128>::K, ColumnLanes<K_, 128>::ACROSS;
-    static constexpr i32 NEXT = 1, STEP = 1;  // to a block's next one; from row to row of a lane
-
-    __device__ __forceinline__ static i32 row(int s) { return threadIdx.x / 16 * 8 + s; }
+    // A thread's number among those of its tile, and the number of that tile.
+    __device__ __forceinline__ static u32 thread() {
+        return AT_ONCE == 1 ? threadIdx.x : threadIdx.x % THREADS;
+    }
+    __device__ __forceinline__ static u32 own() { return AT_ONCE == 1 ? 0 : threadIdx.x / THREADS; }
+    __device__ __forceinline__ static void sync() {
+        if constexpr (AT_ONCE == 1)
+            __syncthreads();
+        else
+            named_barrier_sync(1 + own(), THREADS);
+    }
 
     // Calls body(tile, its number, tiles before it in its rows, tiles before the end of its run) on
-    // all threads of a block, for the first COUNT tiles of rows.
+    // all threads of a tile, for the first COUNT tiles of rows.
     template <i32 COUNT = ACROSS, class Tiles, class Body>
     __device__ __forceinline__ static void for_all_runs(const Tiles& tiles, Body body) {
         constexpr i32 RUNS = (COUNT + 3) / 4, RUN = (COUNT + RUNS - 1) / RUNS;
-        for (i64 i = blockIdx.x; i < tiles.tiles() * RUNS; i += gridDim.x) {
+        u32 mine = own();
+        // the compiler sees that all of a warp have one
+        if constexpr (AT_ONCE > 1) mine = __shfl_sync(WHOLE_WARP, mine, 0);
+        for (i64 i = AT_ONCE * blockIdx.x + mine; i < tiles.tiles() * RUNS;
+             i += AT_ONCE * gridDim.x) {
             const i32 first = i32(i % RUNS) * RUN;
             body(tiles.at(i / RUNS), i / RUNS, first, min(first + RUN, COUNT));
         }
     }
 
-    // The scales of a lane's rows in a copy. A lane computes one, and tells the others.
+    // The scales of a lane's rows in a copy. A lane computes one or two, and tells the others.
     // most: of each row's words that it has.
     template <class T, class Copy>
     struct ByRow {
-        using Lanes = RowsOfLanes<T>;
-        float own_over, own_scale;
+        static constexpr i32 BLOCKS = (K + BLOCK - 1) / BLOCK;  // of a row
+        using Rows = RowsOfLanes<T, BLOCK / 8>;
+        float own_over[Rows::OWN], own_scale[Rows::OWN];
 
         // own: the lane's first row; left: rows from there on.
         __device__ __forceinline__ ByRow(const u32 (&most)[8], const Copy& copy, i64 own, i32 left,
                                          i32 across) {
             if constexpr (Copy::MADE) {
-                const typename Copy::Scale by(Lanes::largest(most));
-                own_over = by.over, own_scale = by.scale;
-                if (copy.scales && Lanes::row() < left)
-                    copy.scales[(own + Lanes::row()) * ACROSS + across] = by.stored;
+                u32 largest[Rows::OWN];
+                Rows::largest(largest, most);
+                const i32 block = BLOCK == 128 ? across : column(across) / BLOCK;
+#pragma unroll
+                for (int i = 0; i < Rows::OWN; ++i) {
+                    const typename Copy::Scale by(largest[i]);
+                    own_over[i] = by.over, own_scale[i] = by.scale;
+                    if (copy.scales && Rows::row(i) < left && (BLOCK == 128 || there(across)))
+                        copy.scales[(own + Rows::row(i)) * BLOCKS + block] = by.stored;
+                }
             }
         }
-        __device__ __forceinline__ float over(int s) const { return Lanes::of(s, own_over); }
-        __device__ __forceinline__ float scale(int s) const { return Lanes::of(s, own_scale); }
+        __device__ __forceinline__ float over(int s) const { return Rows::of(s, own_over); }
+        __device__ __forceinline__ float scale(int s) const { return Rows::of(s, own_scale); }
     };
 
     // The scales of a lane's columns, the number-th tile of all: each of 128 threads computes one.
     template <class T, class Copy>
     struct ByColumn {
-        using Shared = ColumnsOfTile;
+        static constexpr i32 EACH = THREADS < 128 ? 128 / THREADS : 1;  // columns of a thread
+        // What a block has of the columns of tiles: the largest magnitudes of its warps, and
+        // scales.
+        struct Shared {
+            u32 most[8][128];
+            float over[AT_ONCE][128], scale[AT_ONCE][128];
+        };
         Eight<float> over, scale;
 
         __device__ __forceinline__ ByColumn(Bits<T> most, const Copy& copy, Shared& shared,
@@ -370,33 +392,41 @@ struct Square : ColumnLanes<K_, 128> {
                         *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
                     }
                 }
-                __syncthreads();  // whose next one is before anything here is written again
-                if (threadIdx.x < 128) {
+                sync();  // whose next one is before anything here is written again
+                for_all_columns([&](u32 c) {
                     u32 of_column = 0;
 #pragma unroll
-                    for (int w = 0; w < 8; ++w)
-                        of_column = max(of_column, shared.most[w][threadIdx.x]);
-                    const auto by = store(copy, in_group ? of_column : 0, number, across, good);
-                    shared.over[threadIdx.x] = by.over, shared.scale[threadIdx.x] = by.scale;
-                }
-                __syncthreads();
-                over = load_eight(shared.over + lane % 16 * 8);
-                if constexpr (!TURNED<Copy>) scale = load_eight(shared.scale + lane % 16 * 8);
+                    for (int w = 0; w < WARPS; ++w)
+                        of_column = max(of_column, shared.most[WARPS * own() + w][c]);
+                    const auto by = store(copy, in_group ? of_column : 0, c, number, across, good);
+                    shared.over[own()][c] = by.over, shared.scale[own()][c] = by.scale;
+                });
+                sync();
+                over = load_eight(shared.over[own()] + lane % 16 * 8);
+                if constexpr (!TURNED<Copy>)
+                    scale = load_eight(shared.scale[own()] + lane % 16 * 8);
             }
         }
 
         // Those of a tile without rows.
         __device__ __forceinline__ static void store_none(const Copy& copy, i64 number, i32 across,
                                                           bool good) {
-            if (threadIdx.x < 128) store(copy, 0, number, across, good);
+            for_all_columns([&](u32 c) { store(copy, 0, c, number, across, good); });
         }
 
       private:
+        template <class Body>
+        __device__ __forceinline__ static void for_all_columns(Body body) {
+#pragma unroll
+            for (i32 i = 0; i < EACH; ++i)
+                if (EACH > 1 || thread() < 128) body(thread() + THREADS * i);
+        }
+
         __device__ __forceinline__ static typename Copy::Scale store(const Copy& copy, u32 most,
-                                                                     i64 number, i32 across,
+                                                                     u32 c, i64 number, i32 across,
                                                                      bool good) {
             const typename Copy::Scale by(most);
-            const i32 j = 128 * across + threadIdx.x;
+            const i32 j = 128 * across + c;
             if (copy.scales && (K % 128 == 0 || j < K) && good)
                 copy.scales[number * K + j] = by.stored;
             return by;
@@ -404,106 +434,16 @@ struct Square : ColumnLanes<K_, 128> {
     };
 };
 
-// A warp's strips of a tile: every NEXT-th.
-template <i32 K_>
-struct Strips : ColumnLanes<K_, 64> {
-    using ColumnLanes<K_, 64>::K, ColumnLanes<K_, 64>::ACROSS;
-    using ColumnLanes<K_, 64>::column, ColumnLanes<K_, 64>::there;
-    static constexpr i32 NEXT = (ACROSS + 3) / 4, STEP = 4;  // warps of a tile
-
-    // Calls body(tile, its number, the first strip, the one after the last) on warps.
-    template <i32 COUNT = ACROSS, class Tiles, class Body>
-    __device__ __forceinline__ static void for_all_runs(const Tiles& tiles, Body body) {
-        for_all_warps(tiles.tiles() * NEXT, [&](i64 i) {
-            const i64 number = i / NEXT;
-            body(tiles.at(number), number, i32(i % NEXT), COUNT);
-        });
-    }
-
-    // A lane's rows: s below 8.
-    __device__ __forceinline__ static i32 row(int s) { return 4 * s + threadIdx.x % 32 / 8; }
-
-    template <class T, class Copy>
-    struct ByRow {
-        float over_[8], scale_[8];
-
-        __device__ __forceinline__ ByRow(const u32 (&most)[8], const Copy& copy, i64 own, i32 left,
-                                         i32 across) {
-            if constexpr (Copy::MADE) {
-                const auto larger = Bits<T>::larger;
-                u32 of_lanes[8];  // four have a row's 32 numbers
-#pragma unroll
-                for (int s = 0; s < 8; ++s) {
-                    of_lanes[s] = larger(most[s], __shfl_xor_sync(WHOLE_WARP, most[s], 1));
-                    of_lanes[s] = larger(of_lanes[s], __shfl_xor_sync(WHOLE_WARP, of_lanes[s], 2));
-                }
-#pragma unroll
-                for (int s = 0; s < 8; ++s) {
-                    const typename Copy::Scale by(Bits<T>::largest(of_lanes[s]));
-                    if (copy.scales && threadIdx.x % 4 == 0 && 4 * s < left && there(across))
-                        copy.scales[(own + 4 * s) * (K / 32) + column(across) / 32] = by.stored;
-                    over_[s] = by.over, scale_[s] = by.scale;
-                }
-            }
-        }
-        __device__ __forceinline__ float over(int s) const { return over_[s]; }
-        __device__ __forceinline__ float scale(int s) const { return scale_[s]; }
-    };
-
-    // Of eight columns in each of eight lanes, whose rows are in four of them.
-    template <class T, class Copy>
-    struct ByColumn {
-        struct Shared {};
-        Eight<float> over, scale;
-
-        __device__ __forceinline__ ByColumn(Bits<T> most, const Copy& copy, Shared&, bool in_group,
-                                            i64 number, i32 across, bool good) {
-            if constexpr (Copy::MADE) {
-#pragma unroll
-                for (int w = 0; w < most.WORDS; ++w) {
-                    most.at[w] =
-                        most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 8));
-                    most.at[w] =
-                        most.larger(most.at[w], __shfl_xor_sync(WHOLE_WARP, most.at[w], 16));
-                }
-                Vector<typename Copy::Scale::Stored, 8> stored;
-#pragma unroll
-                for (int v = 0; v < 8; ++v) {
-                    const typename Copy::Scale by(in_group ? __float_as_uint(most.number(v)) : 0);
-                    stored.at[v] = by.stored, over.at[v] = by.over, scale.at[v] = by.scale;
-                }
-                store(copy, stored, number, across, good);
-            }
-        }
-
-        __device__ __forceinline__ static void store_none(const Copy& copy, i64 number, i32 across,
-                                                          bool good) {
-            Vector<typename Copy::Scale::Stored, 8> stored;
-#pragma unroll
-            for (int v = 0; v < 8; ++v) stored.at[v] = typename Copy::Scale(0).stored;
-            store(copy, stored, number, across, good);
-        }
-
-      private:
-        __device__ __forceinline__ static void store(
-            const Copy& copy, const Vector<typename Copy::Scale::Stored, 8>& stored, i64 number,
-            i32 across, bool good) {
-            if (copy.scales && threadIdx.x % 32 < 8 && there(across) && good)
-                store_vector<8>(copy.scales + number * K + column(across), stored);
-        }
-    };
-};
-
-// The runs of S, Square or Strips, tile by tile.
+// The runs of lanes S, tile by tile.
 template <class S, class Tiles, class Body>
 __device__ __forceinline__ void for_all_tiles(const Tiles& tiles, Body body) {
     S::for_all_runs(tiles, [&](const RowTile& tile, i64 number, i32 first, i32 end) {
 #pragma unroll 1
-        for (i32 across = first; across < end; across += S::NEXT) body(tile, number, across);
+        for (i32 across = first; across < end; ++across) body(tile, number, across);
     });
 }
 
-// Copies of [rows, K] numbers of type T, by blocks of 256 threads; S: how these share tiles.
+// Copies of [rows, K] numbers of type T, by blocks of 256 threads; S: their lanes.
 // row(m)(j0, x): columns j0 .. j0 + 7 of row m. LOOKED_UP: whether row(m) reads memory, and is
 // therefore called once for all tiles of a run. CUT: a column from which on rows are made in
 // another way, if there is one: the way is then chosen once, not for each row, whose numbers would
@@ -521,16 +461,16 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
     __shared__ __align__(16) TurnedTile turned;
     // whether the next tile is read before this one is stored; others have too many numbers to read
     constexpr bool AHEAD = InSquares::MADE;
-    constexpr i32 PARTS = CUT > 0 && K == 2 * CUT && CUT % S::WIDTH == 0 ? 2 : 1;
+    constexpr i32 PARTS = CUT > 0 && K == 2 * CUT && CUT % 128 == 0 ? 2 : 1;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     S::template for_all_runs<S::ACROSS / PARTS>(tiles, [&](const RowTile& tile, i64 number,
                                                            i32 first, i32 end) {
         const bool has_scales = number < tiles.blocks();
         if (tile.rows == 0) {
-            for (i32 across = first; across < end; across += S::NEXT)
+            for (i32 across = first; across < end; ++across)
                 for (i32 part = 0; part < PARTS; ++part)
                     if constexpr (InColumns::MADE)
-                        ByColumn::store_none(in_columns, number, across + part * (CUT / S::WIDTH),
+                        ByColumn::store_none(in_columns, number, across + part * (CUT / 128),
                                              has_scales);
             return;
         }
@@ -581,8 +521,8 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
         };
         if constexpr (AHEAD) read(ahead, first);
 #pragma unroll 1
-        for (i32 step = first * PARTS; step < end * PARTS; step += S::NEXT) {
-            const i32 across = step / PARTS + step % PARTS * (CUT / S::WIDTH);
+        for (i32 step = first * PARTS; step < end * PARTS; ++step) {
+            const i32 across = step / PARTS + step % PARTS * (CUT / 128);
             const i32 j0 = S::column(across);
             const bool there = S::there(across);
             i32 before = S::row(0);
@@ -664,15 +604,13 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                             const float by = by_row.over(s), of = by_row.scale(s);
                             make_codes(made, x[s], [&](int) { return by; });
                             in_rows.store(
-                                place + S::STEP * s * K, made, [&](int) { return of; },
-                                S::STEP * s < stored && there);
+                                place + s * K, made, [&](int) { return of; }, s < stored && there);
                         }
                         if constexpr (InColumns::MADE && !TURNED<InColumns>) {
                             make_codes(made, x[s], [&](int v) { return by_column.over.at[v]; });
                             in_columns.store(
-                                place + S::STEP * s * K, made,
-                                [&](int v) { return by_column.scale.at[v]; },
-                                S::STEP * s < left && there);
+                                place + s * K, made, [&](int v) { return by_column.scale.at[v]; },
+                                s < left && there);
                         }
                         if constexpr (TURNED<InColumns>) {
                             if (s % 4 < 3) continue;
@@ -704,7 +642,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
 }
 
 // The bf16 numbers of a copy [rows, K] in blocks along rows of groups, whose scales are powers of
-// two; zeros in rows of none. S: how lanes share a tile, Strips or Square.
+// two; zeros in rows of none.
 template <class S, class Tiles, class Scale>
 __device__ __forceinline__ void read_copy(const Tiles& tiles, const u8* codes, const Scale* scales,
                                           bf16* numbers) {
@@ -738,7 +676,7 @@ __device__ __forceinline__ void read_copy(const Tiles& tiles, const u8* codes, c
 template <i32 K>
 __device__ __forceinline__ void load_codes(u32 (&x)[8][2], const u8* codes, const RowTile& tile,
                                            i32 across) {
-    using S = Square<K>;
+    using S = Lanes<K>;
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
         Vector<u32, 2> eight = {};
@@ -754,7 +692,7 @@ __device__ __forceinline__ void load_codes(u32 (&x)[8][2], const u8* codes, cons
 template <i32 N, i32 K, class Stored>
 __device__ __forceinline__ void transpose_blocks(i64 groups, const u8* codes, const Stored* scales,
                                                  u8* turned, Stored* turned_scales) {
-    using S = Square<K>;
+    using S = Lanes<K>;
     __shared__ __align__(16) TurnedTile shared;
     for_all_tiles<S>(MatrixTiles<N>{groups}, [&](const RowTile& tile, i64 number, i32 across) {
         u32 x[8][2];
@@ -770,7 +708,7 @@ template <i32 K, i32 GROUPS>
 __device__ __forceinline__ void transpose_row_blocks(const GroupedRows<GROUPS, 128>& tiles,
                                                      const u8* codes, u8* turned) {
     __shared__ __align__(16) TurnedTile shared;
-    for_all_tiles<Square<K>>(tiles, [&](const RowTile& tile, i64 number, i32 across) {
+    for_all_tiles<Lanes<K>>(tiles, [&](const RowTile& tile, i64 number, i32 across) {
         if (tile.rows == 0 || number >= tiles.blocks()) return;
         u32 x[8][2];
         load_codes<K>(x, codes, tile, across);
