@@ -137,6 +137,9 @@ def in_one_line(words: object) -> str:
     return textwrap.shorten(str(words), 1000, placeholder=" ...")
 
 
+_MANY = 16  # names that a message lists
+
+
 def need(value: object, of: type, *, expected: str, todo: str = "", where: str = "") -> None:
     """OptionError unless `value` is of a class."""
     if not isinstance(value, of):
@@ -154,8 +157,17 @@ def need_one_of(
     if value not in choices:
         todo = did_you_mean(str(value), choices) or todo
         raise OptionError(
-            f"{name} = {value!r}", expected=f"one of {', '.join(choices)}", todo=todo, where=where
+            f"{name} = {value!r}", expected=one_of(str(value), choices), todo=todo, where=where
         )
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """The known names as a message lists them: of many, those that resemble the unknown one."""
+    choices = [*known]
+    if len(choices) <= _MANY:
+        return f"one of {', '.join(choices)}"
+    near = difflib.get_close_matches(name, choices, _MANY // 2, 0.0)
+    return f"one of {', '.join(near)} and {len(choices) - len(near)} others"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_moe import options
-from fusion_moe.errors import OptionError, did_you_mean
+from fusion_moe.errors import OptionError, did_you_mean, one_of
 
 
 @pytest.mark.parametrize("value", ["launches", "launch,", "launch, compile"])
@@ -26,6 +26,9 @@ def test_an_option_is_not_assigned():
 
 def test_names_in_other_letters_are_near():
     assert did_you_mean("NVFP4", ["int4", "nvfp4"]) == "did you mean 'nvfp4'?"
+    many = [f"int{n}" for n in range(40)] + ["nvfp4"]
+    assert one_of("nvfp5", many).startswith("one of nvfp4, ")
+    assert one_of("nvfp5", many).endswith(" and 33 others")
     assert did_you_mean("rtx 3090", ["RTX 3090"]) == "did you mean 'RTX 3090'?"
 
 

@@ -138,7 +138,9 @@ def find(name: str, device: torch.device) -> Target:
         f"target {wanted!r}",
         expected=f"one of auto, {', '.join(TARGETS)}",
         todo=(
-            "move the tensors to a supported device"
+            "load the tensors: what is on meta has no values"
+            if name == "auto" and wanted == "meta"
+            else "move the tensors to a supported device"
             if name == "auto"
             else did_you_mean(wanted, ["auto", *TARGETS]) or "; ".join(map(str, _failed))
         ),

@@ -24,6 +24,8 @@ from .split import split
 
 OLDER_CONFIG = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMED = "transformers_weights"  # the entry of config.json that names another file, or its index
+_FILE, _OF = ".safetensors", ".index.json"
 _OTHERS = {
     "pytorch_model*.bin": "pickled tensors, which can run code when they are read",
     "*.pt": "pickled tensors",
@@ -57,10 +59,12 @@ class Directory:
             return cls(path, config, tensors, {}, reads)
         config, index = read_json(path / CONFIG), path / INDEX
         if files:
-            result = cls(path, config, _of_files(path, files))
+            entries = _of_files(path, files)
+        elif config.get(NAMED) is not None:
+            entries = _named(path, config[NAMED])
         else:
             entries = _sharded(path, index, config) if index.exists() else _single(path, config)
-            result = cls(path, config, entries)
+        result = cls(path, config, entries)
         tensors, reads = as_matrices(result.tensors, result.read, config)
         return replace(result, tensors=tensors, _made=reads)
 
@@ -153,6 +157,24 @@ def _single(path: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
     )
 
 
+def _named(path: Path, name: Any) -> dict[str, Entry]:
+    """The tensors of the file that config.json names, or of the files of that index."""
+    where = f"{path / CONFIG}: {NAMED}"
+    if not (isinstance(name, str) and _is_inside(name) and name.endswith((_FILE, f"{_FILE}{_OF}"))):
+        raise CheckpointError(
+            shown(name),
+            expected=f"the name of a file {_FILE} or {_FILE}{_OF} inside of the directory",
+            where=where,
+        )
+    if not (path / name).is_file():
+        raise CheckpointError(
+            f"{name} is not there", expected="the file that config.json names", where=where
+        )
+    if name.endswith(_FILE):
+        return {entry.name: entry for entry in read_header(path / name)}
+    return _indexed(path, path / name, read_index(path / name)["weight_map"])
+
+
 def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, Entry]:
     """The tensors of a directory with an index. An index of files that are all gone does not count
     if there is a single file.
@@ -168,13 +190,6 @@ def _sharded(path: Path, index: Path, config: Mapping[str, Any]) -> dict[str, En
             )
         # transformers leaves the index when it saves one file over shards
         return _single(path, config)
-    if missing := [shard for shard in shards if not exists(path / shard)]:
-        raise CheckpointError(
-            f"{missing[0]} is not there{_and_more(missing)}",
-            expected="every file that the index names",
-            todo="download it again",
-            where=str(index),
-        )
     return _indexed(path, index, shard_of)
 
 
@@ -192,7 +207,15 @@ def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, 
     """
     tensors: dict[str, Entry] = {}
     left_out: list[Entry] = []
-    for shard in dict.fromkeys(shard_of.values()):
+    shards = [*dict.fromkeys(shard_of.values())]
+    if missing := [shard for shard in shards if not exists(path / shard)]:
+        raise CheckpointError(
+            f"{missing[0]} is not there{_and_more(missing)}",
+            expected="every file that the index names",
+            todo="download it again",
+            where=str(index),
+        )
+    for shard in shards:
         for entry in read_header(path / shard):
             if (listed := shard_of.get(entry.name, shard)) != shard:
                 raise CheckpointError(
@@ -209,10 +232,10 @@ def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, 
             f"{index}: {left_out[0]} is in {left_out[0].file.name} but not in the "
             f"index{_and_more(left_out)}: left out"
         )
-    if missing := shard_of.keys() - tensors.keys():
-        name = min(missing)
+    if absent := shard_of.keys() - tensors.keys():
+        name = min(absent)
         raise CheckpointError(
-            f"{name} is not in {shard_of[name]}{_and_more(missing)}",
+            f"{name} is not in {shard_of[name]}{_and_more(absent)}",
             expected="every tensor of the index in its file",
             where=str(index),
         )
@@ -234,20 +257,20 @@ def read_index(index: Path) -> dict[str, Any]:
             "no weight_map", expected="weight_map: the file of each tensor", where=str(index)
         )
     for shard in dict.fromkeys(shard_of.values()):
-        parts = PurePosixPath(shard)
-        if (
-            parts.is_absolute()
-            or ".." in parts.parts
-            or "\\" in shard
-            or "\0" in shard
-            or parts.suffix != ".safetensors"
-        ):
+        if not (_is_inside(shard) and shard.endswith(_FILE)):
             raise CheckpointError(
                 f"a shard {shown(shard)}",
                 expected="names of safetensors files inside of the directory",
                 where=str(index),
             )
     return entries
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is that of one in the directory, or in a folder there."""
+    parts = PurePosixPath(name)
+    odd = "\\" in name or "\0" in name
+    return not (odd or parts.is_absolute() or ".." in parts.parts) and parts.suffix != ""
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:

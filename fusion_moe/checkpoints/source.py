@@ -28,7 +28,11 @@ class Source:
     @classmethod
     def open(cls, path: str | Path) -> Source:
         """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
-        directory = Directory.open(path)
+        return cls.of(Directory.open(path))
+
+    @classmethod
+    def of(cls, directory: Directory) -> Source:
+        """Raises as `open`, once the directory is."""
         source = cls(directory, weights_in(directory))
         _ = source.layers
         return source

@@ -19,7 +19,7 @@ import torch
 from ..errors import CheckpointError
 from ..messages import CONFIG, amount, destination, phase, warn_once
 from ..messages.progress import progress
-from .directory import INDEX, OLDER_CONFIG, SINGLE, Directory
+from .directory import INDEX, NAMED, OLDER_CONFIG, SINGLE, Directory
 from .headers import Entry
 from .shard import Step, shard_bytes_of, write_shard
 from .unfinished import Unfinished, begin, sync
@@ -68,6 +68,7 @@ def write(
     """
     dst = destination(dst)
     copied = _to_copy(source)
+    configs = {k: v for k, v in configs[0].items() if k != NAMED}, configs[1]
     shards = _shards(steps, shard_bytes)
     values = zip((CONFIG, OLDER_CONFIG, INDEX), (*configs, _index(shards)), strict=True)
     texts = {name: _json(value) for name, value in values if value is not None}

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +24,7 @@ import typer
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serve import Serve
 from transformers.cli.serving import server, utils
 
@@ -35,6 +37,7 @@ from .start import PROBLEMS, end
 
 MOST = 16 * 2**20  # bytes of a request
 _CONTEXT = 2**17  # tokens, of a model whose configuration does not say
+_CHARACTERS = 16  # of a token, four times as many as usual: longer texts are not made into tokens
 _BEAMS = 8
 _OF_TOKENIZER = {
     *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
@@ -54,6 +57,7 @@ def serve(directory: Path, options: list[str]) -> NoReturn:
     """
     utils.GenerateManager, utils.CBGenerateManager = Sequential, Batched
     server.build_server = _guarded(server.build_server)
+    utils.BaseHandler._resolve_model = _bounded(utils.BaseHandler._resolve_model)
     name = f"{directory.parent}:{directory.name}" if directory.is_file() else str(directory)
     command = typer.Typer()
     command.command()(Serve)
@@ -90,13 +94,67 @@ def _is_stop(x: Any) -> bool:
     return 0 < len(texts) <= 16 and all(isinstance(t, str) and 0 < len(t) <= 256 for t in texts)
 
 
+# where a part of a message has what it is, by its type: a text, or an object with one
+_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), ("text", "")),
+    **dict.fromkeys(("image_url", "input_image"), ("image_url", "url")),
+    "input_audio": ("input_audio", "data"),
+    **{kind: (kind, "url") for kind in ("video_url", "audio_url")},
+}
+_MEDIA = {where for where, below in _PARTS.values() if below}
+
+
+def _is_part(x: Any) -> bool:
+    """Of a message; those of other types transformers leaves out without a word."""
+    if not _has_text(x, "type") or x["type"] not in _PARTS:
+        return False
+    where, below = _PARTS[x["type"]]
+    plain = x["type"] not in ("video_url", "audio_url")
+    return (plain and _has_text(x, where)) or bool(below and _has_text(x.get(where), below))
+
+
 def _is_content(x: Any) -> bool:
-    """Of a message: nothing, a text, or parts of some types."""
-    return x is None or isinstance(x, str) or _is_list(x, lambda part: _has_text(part, "type"))
+    """Of a message: nothing, a text, or parts."""
+    return x is None or isinstance(x, str) or _is_list(x, _is_part)
+
+
+def _is_call(x: Any) -> bool:
+    """Of a tool: its arguments are an object, or the JSON of something."""
+    function = x.get("function") or x if _is_object(x) else None
+    if not _is_object(function):
+        return False
+    arguments = function.get("arguments")
+    return _is_object(arguments) or (isinstance(arguments, str) and _is_json(arguments))
+
+
+def _is_json(x: str) -> bool:
+    try:
+        json.loads(x)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_message(x: Any) -> bool:
-    return _has_text(x, "role") and _is_content(x.get("content"))
+    calls = x.get("tool_calls") if _is_object(x) else None
+    return (
+        _has_text(x, "role")
+        and _is_content(x.get("content"))
+        and (calls is None or _is_list(calls, _is_call))
+    )
+
+
+def _is_item(x: Any) -> bool:
+    """Of the input of /v1/responses: a message, or what a model was asked for or has said."""
+    if not _is_object(x) or "role" in x:
+        return _is_message(x)
+    if x.get("type") == "function_call":
+        return "call_id" in x and "name" in x and _is_call(x)
+    if x.get("type") == "function_call_output":
+        return "call_id" in x and _is_content(x.get("output"))
+    if x.get("type") == "reasoning":
+        return _is_list(x.get("content") or [], lambda part: _has_text(part, "text"))
+    return _is_part(x)
 
 
 def _is_list(x: Any, of: Callable[[Any], bool]) -> bool:
@@ -118,9 +176,24 @@ def _is_of_template(x: Any) -> bool:
     return _is_object(x) and not x.keys() & _OF_TOKENIZER
 
 
+# entries of a configuration that are numbers, which transformers takes as they come
+_NUMBERS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "num_beams"),
+    *("num_return_sequences", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "length_penalty", "guidance_scale"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("num_beam_groups", "diversity_penalty", "penalty_alpha", "prefill_chunk_size"),
+    *("max_cache_len", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
+
+
 def _is_configuration(x: Any) -> bool:
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        return isinstance(json.loads(x), dict)
+    with contextlib.suppress(Exception):  # of wrong entries transformers raises any kind
+        entries = json.loads(x)
+        numbers = [entries[name] for name in _NUMBERS if entries.get(name) is not None]
+        return all(isinstance(n, (int, float)) for n in numbers) and bool(
+            GenerationConfig(**entries)
+        )
     return False
 
 
@@ -131,14 +204,15 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (lambda x: isinstance(x, str) and bool(x), "a text that is not empty"),
     "messages": (
         lambda x: bool(x) and _is_list(x, _is_message),
-        "a list of messages with role and content, at least one",
+        "a list of messages with role and content, at least one, in OpenAI's form",
     ),
     "input": (
-        lambda x: bool(x) and (isinstance(x, str) or _is_list(x, _is_object)),
+        lambda x: bool(x) and (isinstance(x, str) or _is_list(x, _is_item)),
         "a text that is not empty, or a list of messages",
     ),
     "tools": (lambda x: _is_list(x, _is_object), "a list of objects"),
     "chat_template_kwargs": (_is_of_template, "an object of what the model's own template reads"),
+    "instructions": (lambda x: isinstance(x, str), "a text"),
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
@@ -159,7 +233,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stream": (lambda x: isinstance(x, bool), "true or false"),
     "stop": (_is_stop, "a text of at most 256 characters, or a list of at most 16"),
     "suffix": (lambda x: isinstance(x, str), "a text"),
-    "generation_config": (_is_configuration, "a text, the JSON of an object"),
+    "generation_config": (_is_configuration, "the JSON of what GenerationConfig takes, as a text"),
 }
 _BIAS = {"logit_bias": (lambda x: x == {}, "none: /v1/chat/completions takes it")}
 # paths that generate, and what their requests cannot do without
@@ -265,39 +339,77 @@ async def _body(receive: Receive) -> bytes | None:
 
 def _refusal(status: int, why: str) -> JSONResponse:
     """In OpenAI's form."""
-    error = {"message": why, "type": "invalid_request_error", "code": status}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": why, "type": kind, "code": status}
     return JSONResponse({"error": error}, status)
 
 
 def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' application, which refuses what raises an error of `_OF_REQUESTS`: a request
-    that the model does not take.
+    """transformers' application, which refuses what transformers validates, and what a model's
+    template does not take. Any other error is a fault of the server's, and uvicorn logs it.
     """
 
     def built(*args: Any, **kwargs: Any) -> Guard:
         app = build(*args, **kwargs)
 
-        async def refuse(request: Any, error: Exception) -> JSONResponse:
-            speaks = isinstance(error, (ValueError, TemplateError))
-            kind = "" if speaks else f"the request leads to a {type(error).__name__}: "
-            return _refusal(400, f"{kind}{in_one_line(error)}")
+        async def answer(request: Any, error: Exception) -> JSONResponse:
+            if _of_request(error):
+                return _refusal(400, in_one_line(error))
+            what = f"{type(error).__name__}: {in_one_line(error)}"
+            logging.getLogger("uvicorn.error").error("fusion-moe serve: %s", what, exc_info=error)
+            return _refusal(500, f"{what}; the server's log says where")
 
         async def say_detail(request: Any, error: HTTPException) -> JSONResponse:
             return _refusal(error.status_code, str(error.detail))
 
-        for kind in _OF_REQUESTS:
-            app.add_exception_handler(kind, refuse)
+        for kind in _KINDS:
+            app.add_exception_handler(kind, answer)
         app.add_exception_handler(HTTPException, say_detail)
         return Guard(app)
 
     return built
 
 
-# what tokenizers, chat templates and transformers' handlers raise of what they did not expect
-_OF_REQUESTS = (
-    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError),
-    TemplateError,
+_KINDS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, OSError),
+    *(AssertionError, TemplateError),
 )
+
+
+def _of_request(error: Exception) -> bool:
+    """Whether an error is about what a client sent: transformers and tokenizers validate by
+    ValueErrors, and what happens in a chat template follows from its messages.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code.co_filename == "<template>" for frame, _ in frames):
+        return True
+    return isinstance(error, (ValueError, TemplateError)) and not isinstance(error, Error)
+
+
+def _texts(x: Any) -> int:
+    """Characters of all texts in a part of a request, but for images and sounds."""
+    if isinstance(x, str):
+        return len(x)
+    if isinstance(x, list):
+        return sum(map(_texts, x))
+    return sum(_texts(v) for k, v in x.items() if k not in _MEDIA) if isinstance(x, dict) else 0
+
+
+def _bounded(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' handlers ask for the model before they make tokens of a request, in the thread
+    of all requests: of a text for which the context has no room that may take minutes.
+    """
+
+    def resolved(self: Any, body: Message) -> Any:
+        result = resolve(self, body)
+        given = sum(_texts(body.get(name)) for name in (*_NEEDED.values(), "tools", "instructions"))
+        whole = context_of(result[1]) or _CONTEXT
+        if given > whole * _CHARACTERS:
+            expected = f"at most {whole * _CHARACTERS:,} for the model's {whole:,} tokens"
+            raise HTTPException(413, f"a text of {given:,} characters; expected {expected}")
+        return result
+
+    return resolved
 
 
 # Generation ---------------------------------------------------------------------------------------

@@ -227,7 +227,9 @@ def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
     return DeviceError(
         text,
         expected="one device",
-        todo="move tensors, or the module that has them, with .to(device)",
+        todo="what is on meta has no values: load them"
+        if "meta" in places
+        else "move tensors, or the module that has them, with .to(device)",
         where=spec.name,
     )
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, one_of
 from .encoded import plain
 from .orders import UNCHANGED, USUAL, CodeOrder, Recoding
 from .real import real_tensors
@@ -491,7 +491,7 @@ def find(name: str) -> Encoding:
     if name not in ENCODINGS:
         raise OptionError(
             f"encoding {name!r}",
-            expected=f"one of {', '.join(ENCODINGS)}",
+            expected=one_of(name, ENCODINGS),
             todo="fusion_moe.encodings.register adds one",
         )
     return ENCODINGS[name]

@@ -19,7 +19,7 @@ from files import MADE, change, change_json, copied
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
-from fusion_moe.checkpoints import Directory, method_of, stored_weights
+from fusion_moe.checkpoints import Directory, convert, method_of, stored_weights
 from fusion_moe.checkpoints.directory import quantization_of, without_quantization
 from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.errors import CheckpointError, UnsupportedError
@@ -374,3 +374,34 @@ def test_headers_of_many_tensors(tmp_path: Path) -> None:
     assert len(stored_weights(directory.tensors, "modelopt")) == len(weights) == 2520
     assert time.process_time() - start < 2
     assert directory.read(weights[-1]).tolist() == [[0] * 8]
+
+
+def test_config_may_name_the_file_of_weights(tmp_path: Path) -> None:
+    """As transformers reads it: the entry goes before the usual names, here those of a broken
+    file.
+    """
+    path = copied(SINGLE, tmp_path)
+    want = Directory.open(path)
+    (path / "model.safetensors").rename(path / "w.safetensors")
+    (path / "model.safetensors").write_bytes(b"no safetensors")
+    change_json(path / "config.json", lambda c: c.update(transformers_weights="w.safetensors"))
+    found = Directory.open(path)
+    assert found.tensors.keys() == want.tensors.keys()
+    assert {entry.file.name for entry in found.tensors.values()} == {"w.safetensors"}
+    shard_of = dict.fromkeys(want.tensors.keys() - {"model.norm.weight"}, "w.safetensors")
+    (path / "w.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    index = "w.safetensors.index.json"
+    change_json(path / "config.json", lambda c: c.update(transformers_weights=index))
+    assert Directory.open(path).tensors.keys() == shard_of.keys()
+    written = convert(path, tmp_path / "dense", to="dense")
+    assert "transformers_weights" not in Directory.open(written).config
+
+
+@pytest.mark.parametrize(
+    "name", ["../w.safetensors", "/w.safetensors", "w.bin", 3, "", "none.safetensors", []]
+)
+def test_a_name_of_no_file_in_the_directory(tmp_path: Path, name: object) -> None:
+    path = copied(SINGLE, tmp_path)
+    change_json(path / "config.json", lambda c: c.update(transformers_weights=name))
+    with pytest.raises(CheckpointError, match="transformers_weights"):
+        Directory.open(path)

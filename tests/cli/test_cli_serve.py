@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -28,6 +29,7 @@ from typer.testing import CliRunner, Result
 
 from fusion_moe.checkpoints import quantize
 from fusion_moe.cli.app import app
+from fusion_moe.errors import ShapeError
 
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_qwen3_moe"
 
@@ -175,7 +177,8 @@ WRONG = [
     ({"presence_penalty": 0.5}, "presence_penalty = 0.5"),
     ({"logit_bias": {"5": 1}}, "/v1/chat/completions takes it"),
     ({"generation_config": "{"}, "generation_config"),
-    ({"generation_config": '{"max_new_tokens": "a"}'}, "leads to a TypeError"),
+    ({"generation_config": '{"max_new_tokens": "a"}'}, "generation_config"),
+    ({"generation_config": '{"top_k": "a"}'}, "JSON of what GenerationConfig takes"),
     ({"generation_config": '{"num_beams": 100}'}, "at most 8 beams"),
 ]
 
@@ -191,9 +194,19 @@ def test_wrong_requests_are_refused_in_a_sentence(server: tuple[str, Path, int])
     for messages in (
         *([], ["x"], [{"role": "user", "content": 5}], [{"content": "x"}]),
         [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         [{"role": "assistant", "content": "x", "tool_calls": calls}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{"arguments": "{"}]}],
     ):
         assert ask(server, {"messages": messages}, "/v1/chat/completions")[0] == 400, messages
+    for item in (
+        {"type": "message"},
+        {"type": "function_call", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1"},
+        {"type": "reasoning", "content": [{"type": "x"}]},
+        {"role": "user", "content": [{"type": "input_text"}]},
+    ):
+        assert ask(server, {"input": [item]}, "/v1/responses")[0] == 400, item
     talk = {"messages": [{"role": "user", "content": "x"}]}
     for asked, said in (
         ({"chat_template_kwargs": {"chat_template": "x"}}, "what the model's own template reads"),
@@ -205,6 +218,11 @@ def test_wrong_requests_are_refused_in_a_sentence(server: tuple[str, Path, int])
         assert (status, said in answer["error"]["message"]) == (400, True), (asked, answer)
     assert ask(server, {"input": ""}, "/v1/responses")[0] == 400
     assert ask(server, b'{"prompt": "' + b"a" * 17_000_000 + b'"}')[0] == 413
+    status, answer = ask(server, {"prompt": "a " * 7_000_000})  # before tokens are made of it
+    assert (status, "a text of 14,000,000 characters; expected at most" in str(answer)) == (
+        413,
+        True,
+    )
     assert [ask(server, {}, path)[0] for path in ("/reset", "/load_model")] == [403, 403]
     assert "Traceback" not in server[1].with_name("log").read_text()
 
@@ -274,3 +292,57 @@ def test_tokens_are_bounded_by_the_context() -> None:
         with pytest.raises(HTTPException, match=said) as refused:
             bound(model, ids, GenerationConfig())
         assert refused.value.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("said by transformers"), 400),
+        (TypeError("a fault"), 500),
+        (KeyError("a fault"), 500),
+        (ShapeError("of ours"), 500),
+        (RuntimeError("of torch"), 500),
+    ],
+)
+def test_faults_of_the_server_are_its_own(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request is to blame for what validation says of it, and for what its messages do in a
+    template, where the kind of error says nothing.
+    """
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[serve]'")
+    from fastapi import FastAPI
+    from jinja2 import Environment
+
+    from fusion_moe.cli import server as module
+
+    template = Environment().from_string("{{ x() }}")
+
+    def fail() -> None:
+        raise error
+
+    for handle, want in ((fail, status), (lambda: template.render(x=fail), 400)):
+        app = FastAPI()
+        app.post("/v1/completions")(handle)
+        got = answered(module._guarded(lambda app=app: app)(), {"prompt": "x"})
+        assert (got[0], str(error.args[0]) in got[1]["error"]["message"]) == (want, True)
+    assert [record.exc_info is not None for record in caplog.records] == [True] * (status == 500)
+
+
+def answered(app: Any, asked: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON that an ASGI application sends."""
+    body, sent, more = json.dumps(asked).encode(), list[dict[str, Any]](), asyncio.Event()
+    messages = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is None:
+            await more.wait()
+        return message
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    asyncio.run(app({**scope, "query_string": b"", "root_path": ""}, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])

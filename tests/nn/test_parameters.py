@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from torch import distributed, nn
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import (
     AveragedModel,
     get_ema_avg_fn,
@@ -290,6 +291,15 @@ def test_ranks_send_each_other_bytes():
     finally:
         distributed.destroy_process_group()
     assert torch.equal(gathered[0], plain(part))
+
+
+def test_parametrizations_are_refused_and_change_nothing():
+    for module, name in ((experts(), "gate_up_proj"), (model()["linear"], "weight")):
+        before = parts_of(module)
+        for parametrize in (parametrizations.weight_norm, parametrizations.orthogonal):
+            with pytest.raises(UnsupportedError, match=rf"{name} of .*, removed or parametrized"):
+                parametrize(module, name)
+        assert same(parts_of(module), before)
 
 
 def test_optimizers_leave_frozen_parts():

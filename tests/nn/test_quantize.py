@@ -300,9 +300,13 @@ def test_linear_layers_too(name, tokens):
         assert ((model(tokens).logits - want).norm() / want.norm()) < 0.4
 
 
-def test_a_model_of_linear_layers_alone():
+def test_a_model_of_linear_layers_alone(caplog):
+    """Those that have no whole blocks stay in floats, unless there are no others."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     with pytest.raises(ShapeError, match=r"2: .*K = 8.*skip=\['2'\] leaves it as it is"):
-        fusion_moe.quantize_(model, linear=True)
-    fusion_moe.quantize_(model, linear=True, skip=["2"])
+        fusion_moe.quantize_(model, filter_fn=lambda _, name: name == "2", linear=True)
+    kept = model[2].weight.clone()
+    fusion_moe.quantize_(model, linear=True)
     assert [type(m).__name__ for m in model] == ["QuantizedLinear", "ReLU", "Linear"]
+    assert torch.equal(model[2].weight, kept)
+    assert "whose K is no whole blocks of nvfp4: 2 (K = 8)" in caplog.text

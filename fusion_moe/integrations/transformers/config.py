@@ -7,14 +7,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...checkpoints import TEXT_MODEL, own_entries
 from ...checkpoints.configurations import QUANTIZATION
 from ...encodings import FP8
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
+from ...messages import CONFIG
 from ...nn import config as nn_config
 
+# entries about a token's experts, their number, and LongCat's experts without weights
+_OF_EXPERTS = (
+    *("num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"),
+    "zero_expert_num",
+)
 IN_4BIT = "load_in_4bit"  # an entry of bitsandbytes' directories
 
 
@@ -113,6 +120,22 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
                 f"{name} = {actual!r}", expected=repr(value), where=type(asked).__name__
             )
     return asdict(nn_config.NVFP4Config("fp8", "fp8"))
+
+
+def check_experts_per_token(config: Any) -> None:
+    """CheckpointError for a configuration by which a token has more experts than there are, or
+    none: routers would say it in torch's words, or choose nothing.
+    """
+    for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
+        if not isinstance(part, PreTrainedConfig):
+            continue
+        there = {name: vars(part).get(part.attribute_map.get(name, name)) for name in _OF_EXPERTS}
+        k, *counts, identities = (n if isinstance(n, int) else None for n in there.values())
+        experts = next(filter(None, counts), 0) + (identities or 0)
+        if experts and k is not None and not 1 <= k <= experts:
+            raise CheckpointError(
+                f"num_experts_per_tok = {k}", expected=f"1 to {experts}, the experts", where=CONFIG
+            )
 
 
 def set_quantization(config: Any, entry: Any) -> None:

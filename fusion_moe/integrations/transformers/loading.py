@@ -41,8 +41,9 @@ from ...nn.config import config_of
 from ...options import during
 from .adapters import read_adapters_
 from .completeness import new_heads
-from .config import IN_4BIT, experts_config, set_quantization
-from .quantizer import Tensors, state_dict
+from .config import IN_4BIT, check_experts_per_token, experts_config, set_quantization
+from .names import key_mapping
+from .quantizer import Tensors, open_once, opened_directories, state_dict
 from .share import Share
 
 if TYPE_CHECKING:
@@ -115,6 +116,30 @@ def from_pretrained(
     """
     if isinstance(name := kwargs.get("quantization_config"), str):
         kwargs["quantization_config"] = config_of(name, "from_pretrained")
+    with (
+        during(opened_directories, opened_directories.get() or {}),
+        during(key_mapping, kwargs.get("key_mapping")),
+    ):
+        return _loaded(
+            directory,
+            auto_class,
+            (mesh, plan, tokens, dispatch, capacity),
+            experts_device,
+            kv_tokens,
+            kwargs,
+        )
+
+
+def _loaded(
+    directory: str | Path | None,
+    auto_class: Any,
+    divided: tuple[Any, str, str, str, int | float],
+    experts_device: str | None,
+    kv_tokens: int | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """`from_pretrained`, whose headers are read once."""
+    mesh = divided[0]
     offloads = experts_device is not None or kv_tokens is not None
     if offloads or _may_offload(directory, mesh, kwargs):
         from ...offload.loading import offloaded  # a large import, which others need not wait for
@@ -145,6 +170,7 @@ def from_pretrained(
         _check_json(directory, kwargs)
     arguments, written = kwargs, opened.config if opened else None
     config, kwargs = _configuration(directory, kwargs, written)
+    check_experts_per_token(config)
     if directory is not None and not opened:
         _check_tensors(directory, arguments)
     auto_class = auto_class or _class_named(config, where, kwargs)
@@ -183,7 +209,7 @@ def from_pretrained(
             # imported here: torch may have been built without torch.distributed
             from ..distributed.parallelize import Division
 
-            division = Division(mesh, plan, tokens, dispatch, capacity)
+            division = Division(*divided)
             model, info = _shared(
                 opened or _opened(where, kwargs), division, auto_class, config, kwargs
             )
@@ -217,7 +243,7 @@ def _explained(where: str, auto_class: Any, config: Any) -> Iterator[None]:
                 make = getattr(auto_class, "from_config", None) or auto_class._from_config
                 make(copy.deepcopy(config))
         if Path(where, CONFIG).exists():
-            _check_same_sizes(Source.open(where))
+            _check_same_sizes(Source.of(open_once(Path(where))))
         raise
 
 
@@ -301,11 +327,11 @@ def _opened(directory: str | Path, kwargs: Mapping[str, Any]) -> Directory:
     """A local directory with the files that transformers reads, by its arguments."""
     path, variant = Path(directory, kwargs.get("subfolder") or ""), kwargs.get("variant")
     if variant is None:
-        return Directory.open(path)
+        return open_once(path)
     files, index = [f"model.{variant}.safetensors"], f"{INDEX.removesuffix('json')}{variant}.json"
     if not (path / files[0]).exists() and (path / index).exists():
         files = sorted({*read_index(path / index)["weight_map"].values()})
-    return Directory.open(path, files)
+    return open_once(path, files)
 
 
 def _check_json(directory: str | Path, kwargs: Mapping[str, Any]) -> None:
@@ -330,7 +356,7 @@ def _check_tensors(directory: str | Path, kwargs: Mapping[str, Any]) -> None:
     if not (path / CONFIG).exists() or any(kwargs.get(other) is not None for other in others):
         return
     try:
-        Source.open(path)
+        Source.of(open_once(path))
     except UnsupportedError:
         if quantization_of(read_json(path / CONFIG)):
             raise

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+# what `from_pretrained` is told beside transformers' own: patterns of names, and what replaces them
+key_mapping: ContextVar[dict[str, str] | None] = ContextVar("fusion_moe_key_mapping", default=None)
 
 
 def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -18,7 +22,7 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """
     renamings = [
         c
-        for c in get_model_conversion_mapping(model)
+        for c in get_model_conversion_mapping(model, key_mapping.get())
         # without the name boundaries of 5.21, it also renames `.weight_global_scale`
         if isinstance(c, WeightRenaming) and ".weight_g" not in c._original_source_patterns
     ]

@@ -5,7 +5,7 @@ tensors, and steps after loading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ...nn import Adapter, prepare_
 from ...nn.frozen import PackedModule, own_parameters, place_
 from .adapters import read_adapters_, state_to_save, write_adapters
 from .completeness import check_complete
-from .config import ModelOptConfig, in_transformers_form, set_quantization
+from .config import ModelOptConfig, check_experts_per_token, in_transformers_form, set_quantization
 from .on_disk import is_brought, keep_buffers, put_on_disk
 from .on_load import Contracts, QuantizeExperts, floats_of, layout_of, prepare_to_quantize
 from .replacements import Replacements, replace_modules
@@ -52,6 +52,24 @@ class Tensors(NamedTuple):
 
 # if a model is made of a state dict, its tensors
 state_dict: ContextVar[Tensors | None] = ContextVar("fusion_moe_state_dict", default=None)
+
+
+# what a call of `from_pretrained` has opened, by the path or by the files: headers are read once
+opened_directories: ContextVar[dict[Path | frozenset[Path], Directory] | None] = ContextVar(
+    "fusion_moe_opened_directories", default=None
+)
+
+
+def open_once(path: Path, files: Sequence[str] = ()) -> Directory:
+    """`Directory.open`, or what this call of `from_pretrained` has opened already."""
+    opened, key = opened_directories.get(), frozenset(path / file for file in files) or path
+    if opened is None:
+        return Directory.open(path, files)
+    if key not in opened:
+        directory = Directory.open(path, files)
+        used = frozenset(entry.file for entry in directory.tensors.values())
+        opened[key] = opened[used] = directory
+    return opened[key]
 
 
 class Unsent:
@@ -106,6 +124,7 @@ class FusionMoeQuantizer(HfQuantizer):
                 todo="fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each "
                 "rank's experts, without those plans",
             )
+        check_experts_per_token(model.config)
         self._model, tensors = model, state_dict.get()
         share = tensors.share if tensors else None
         if not self.pre_quantized:
@@ -344,7 +363,7 @@ def _tensors(files: list[str] | None) -> Tensors:
             todo="fusion_moe.transformers.from_pretrained takes config and state_dict",
             where="from_pretrained",
         )
-    directory = Directory.open(Path(files[0]).parent, [Path(file).name for file in files])
+    directory = open_once(Path(files[0]).parent, [Path(file).name for file in files])
     return Tensors(directory.tensors, directory.read)
 
 

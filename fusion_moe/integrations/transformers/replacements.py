@@ -182,7 +182,8 @@ def _check_none_left(
     raise CheckpointError(
         f"{some(tensors)}, of no module",
         expected="a module for each weight",
-        todo="check the names of modules, and the numbers of layers and experts in config.json",
+        todo="check the names of modules, and the numbers of layers and experts in config.json, or "
+        "give fusion_moe.transformers.from_pretrained a key_mapping",
         where=where,
     )
 

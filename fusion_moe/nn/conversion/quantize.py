@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from ... import plugins
-from ...errors import Error, UnsupportedError
-from ...messages import check_skip, fits, log, skipping
+from ...encodings import Encoding
+from ...errors import Error, ShapeError, UnsupportedError
+from ...messages import check_skip, fits, log, skipping, some
 from ...messages.progress import progress
-from ..config import QuantizationConfig, config_of
+from ..config import NVFP4Config, QuantizationConfig, config_of
 from ..frozen import NVFP4GroupedLinear, PackedModule, Projections, prepare_
 from .converters import (
     DECORATED,
@@ -55,7 +56,8 @@ def quantize_(
             is in them; in a name `*` stands for any text: "*.layers.0.*".
         linear: whether linear layers outside of experts are replaced too, by `QuantizedLinear`:
             attention, dense layers, shared experts. Output embeddings, routers and what reads
-            images stay, by their names.
+            images stay, by their names; those whose K is not whole blocks stay, with a warning,
+            if anything else is replaced.
 
     Raises:
         UnsupportedError: if the model has no experts that it knows, or some that cannot have this
@@ -78,6 +80,7 @@ def quantize_(
     if how is not None:
         skip, linear = (*how.skip, *skip), how.linear or linear
     names = chosen(model, _unless_skipped(model, filter_fn, skip), linear)
+    names = _without_odd_layers(model, names, (how or NVFP4Config()).encoding)
     modules = [model.get_submodule(name) for name, *_ in names]
     sizes = [sum(p.nbytes for p in module.parameters()) for module in modules]
     del modules  # each is freed once it is replaced
@@ -108,6 +111,30 @@ def _unless_skipped(model: nn.Module, filter_fn: Filter | None, skip: Sequence[s
         return not fits(name, skip) and (filter_fn is None or filter_fn(module, name))
 
     return wanted
+
+
+def _without_odd_layers(
+    model: nn.Module, names: list[list[str]], encoding: Encoding
+) -> list[list[str]]:
+    """Without linear layers whose K is no whole blocks of an encoding, if there is anything else to
+    replace: `linear=True` asks for many layers, of which a few small ones may stay.
+    """
+    odd: dict[str, int] = {}
+    for name, *_ in names:
+        layer = model.get_submodule(name)
+        if type(layer) is nn.Linear:
+            try:
+                encoding.packed(layer.in_features)
+            except ShapeError:
+                odd[name] = layer.in_features
+    if not odd or len(odd) == len(names):
+        return names
+    log.warning(
+        "linear layers stay as they are, whose K is no whole blocks of %s: %s",
+        encoding.name,
+        some([f"{name} (K = {k})" for name, k in odd.items()]),
+    )
+    return [each for each in names if each[0] not in odd]
 
 
 def chosen(

@@ -142,6 +142,18 @@ class PackedModule(nn.Module):
         """
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        """As torch's; UnsupportedError for a part of a weight: torch's parametrizations, such as
+        weight_norm, take a parameter away to compute it from others.
+        """
+        if self.__dict__.get("forms") and name in self._parts_by_name():
+            raise UnsupportedError(
+                f"{name} of {type(self).__name__}, removed or parametrized",
+                expected="a part of a weight in few bits, which stays one",
+                todo="parametrize the module in floating point, or add_lora_ beside its weights",
+            )
+        super().__delattr__(name)
+
     def _typed(self, name: str, t: Any, kind: type[Encoded] = Encoded) -> Any:
         """A tensor of a name, as encoded if it holds the part of that name."""
         part = self._parts_by_name().get(name) if self.__dict__.get("forms") else None

@@ -53,7 +53,9 @@ def update_weights_(
     rank that has a share of a weight takes that share or, if it has whole experts, those of all
     ranks. Every other tensor is copied; floats may have another float dtype. Weights that are not
     named stay. Tensors may be on any device, are read one weight at a time, and are ordered with
-    other work on the current stream. The checks of values wait for the device.
+    other work on the current stream. The checks of values wait for the device. As with every change
+    in place of torch's, nothing holds back calls of the module in other threads, or on other
+    streams, which would read some weights of both: wait for them before, and begin none meanwhile.
 
     Args:
         module: any module, also one that torch.compile returned.

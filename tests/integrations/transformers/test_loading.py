@@ -39,6 +39,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
 from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
+from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.errors import CheckpointError, OptionError, UnsupportedError
 from fusion_moe.integrations.transformers.registration import register
 from fusion_moe.nn import QuantizedLinear
@@ -387,6 +388,54 @@ def test_broken_directories(how, tmp_path, golden):
     path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
     how(path)
     golden(message(lambda: from_pretrained(path)).replace(transformers.__version__, "VERSION"))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("modelopt-qwen3_moe", {}),
+        ("modelopt-qwen3_moe", {"device_map": "cpu", "max_memory": {"cpu": 10**12}}),
+        ("bf16-qwen3_moe", {}),
+    ],
+)
+def test_headers_are_read_once(name, how, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "fusion_moe.checkpoints.directory.read_header", lambda f: read.append(f) or read_header(f)
+    )
+    from_pretrained(MADE / name, **how)
+    assert sorted(read) == sorted((MADE / name).glob("*.safetensors"))
+    from_pretrained(MADE / name, **how)  # another call reads what is there by then
+    assert len(read) == 2 * len({*read})
+
+
+def test_a_key_mapping(tmp_path):
+    """Names that no class has, by the argument of transformers, and saved under them again."""
+    path = copied("modelopt-qwen3_moe", tmp_path)
+    names = {f"theirs.{name}": t for name, t in load_file(path / "model.safetensors").items()}
+    save_file(names, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="a key_mapping"):
+        from_pretrained(path)
+    how = {"key_mapping": {r"^theirs\.": ""}}
+    model = from_pretrained(path, **how)
+    assert same_parameters(model, from_pretrained(MADE / "modelopt-qwen3_moe"))
+    model.save_pretrained(tmp_path / "saved")
+    assert names.keys() == tensors(tmp_path / "saved").keys()
+    assert same_parameters(from_pretrained(tmp_path / "saved", **how), model)
+
+
+@pytest.mark.parametrize("k", [-1, 0, 5])
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (from_pretrained, "bf16-qwen3_moe"),
+        (from_pretrained, "modelopt-qwen3_moe"),
+        (AutoModelForCausalLM.from_pretrained, "modelopt-qwen3_moe"),
+    ],
+)
+def test_more_experts_of_a_token_than_there_are(load, name, k):
+    with pytest.raises(CheckpointError, match=rf"num_experts_per_tok = {k}; expected 1 to 4"):
+        load(MADE / name, num_experts_per_tok=k)
 
 
 def test_sizes_that_may_differ(tmp_path):
