@@ -176,7 +176,7 @@ class AmxReader {
     // Scales of the next panel, a line of them at a time.
     void prefetch_scales(i64 chunk) const {
         if (chunk % (64 / SCALES) != 0) return;
-        for (i64 i = 0; i < PANEL; ++i) fetch_line(next_[i].scales + SCALES * chunk);
+        for (i64 i = 0; i < PANEL; ++i) Weight::fetch_line(next_[i].scales + SCALES * chunk);
     }
 
   private:

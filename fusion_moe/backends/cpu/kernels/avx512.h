@@ -101,8 +101,7 @@ inline void for_blocks(const Columns& c, const Columns& next, i64 K, Body body) 
     for (i64 k1 = 0; k1 < K; k1 += 64 * BLOCK) {
         alignas(64) __m512i scale[16];
         words_of(c.scales, k1 / BLOCK, K / BLOCK, scale);
-        for (int i = 0; i < LANES; ++i)
-            _mm_prefetch(reinterpret_cast<const char*>(next.scales[i] + k1 / BLOCK), _MM_HINT_T1);
+        for (int i = 0; i < LANES; ++i) Weight::fetch_line(next.scales[i] + k1 / BLOCK);
         for (i64 k0 = k1; k0 < k1 + 64 * BLOCK && k0 < K; k0 += 128) {
             alignas(64) __m512i word[16];
             words_of(c.codes, k0 / 2, K / 2, word);
@@ -251,8 +250,7 @@ struct Avx512Dots {
             for (i64 k = 0; k < K; k += 64 * BLOCK) {
                 Scales<Weight> scales[WEIGHT_ROWS];
                 for (int i = 0; i < WEIGHT_ROWS; ++i) {
-                    _mm_prefetch(reinterpret_cast<const char*>(next.scales[n + i] + k / BLOCK),
-                                 _MM_HINT_T1);  // a line of them
+                    Weight::fetch_line(next.scales[n + i] + k / BLOCK);
                     scales[i] =
                         Scales<Weight>::of(load_some(c.scales[n + i], k / BLOCK, K / BLOCK));
                 }

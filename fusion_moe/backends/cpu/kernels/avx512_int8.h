@@ -55,8 +55,7 @@ class Int8Reader {
         const i64 at = block / OF_LINE * 64;
         if (block % OF_LINE == 0) {
             words_of(c_.scales, at, K_ / Weight::BLOCK, scales_);
-            for (int i = 0; i < LANES; ++i)
-                _mm_prefetch(reinterpret_cast<const char*>(next_.scales[i] + at), _MM_HINT_T1);
+            for (int i = 0; i < LANES; ++i) Weight::fetch_line(next_.scales[i] + at);
         }
         if constexpr (Weight::POWERS_OF_TWO) {
             if ((powers_ = start_powers(block % OF_LINE))) return step_;

@@ -178,8 +178,7 @@ struct Avx512Digits {
             __m512 sum = _mm512_setzero_ps();
             for (i64 k = 0; k < K; k += 64 * BLOCK) {
                 i64 left = std::min(64 * BLOCK, K - k);
-                _mm_prefetch(reinterpret_cast<const char*>(scales + to_next_scales),
-                             _MM_HINT_T1);  // a line of them
+                Weight::fetch_line(scales + to_next_scales);
                 if (are_shifted(scales, left / BLOCK)) {
                     for (; left >= RUN_CODES; left -= RUN_CODES)
                         sum = shifted<DIGITS, true>(codes, to_next, scales, RUN_CODES, *run++, sum);
