@@ -108,29 +108,37 @@ def plan(
         Path | None, typer.Option(help="On a disk, for what --ram has no room for.")
     ] = None,
     kv_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens whose keys and values there is room for.")
-    ] = 8192,
+        int | None,
+        typer.Option(min=0, help="Tokens whose keys and values there is room for. [default: 8192]"),
+    ] = None,
     config: Annotated[
         str, typer.Option(help="With --train, in place of DIR: the sizes of qwen3-30b or tiny.")
     ] = "",
     train: Annotated[bool, typer.Option("--train", help="Plan LoRA on all experts.")] = False,
     tokens: Annotated[
-        int, typer.Option(min=1, help="With --train: tokens of a forward pass.")
-    ] = 4096,
-    rank: Annotated[int, typer.Option(min=1, help="With --train: LoRA's.")] = 16,
+        int | None,
+        typer.Option(min=1, help="With --train: tokens of a forward pass. [default: 4096]"),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="With --train: LoRA's. [default: 16]")
+    ] = None,
     checkpointing: Annotated[
-        bool, typer.Option(help="With --train: gradient checkpointing.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="With --train: gradient checkpointing. [default: checkpointing]",
+        ),
+    ] = None,
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="With --train: logits in chunks of tokens.")
     ] = False,
-    link: Annotated[float, typer.Option(help="With --train: GB/s to the GPU.")] = 50.0,
+    link: Annotated[
+        float | None, typer.Option(help="With --train: GB/s to the GPU. [default: 50]")
+    ] = None,
     tflops: Annotated[
-        float,
-        typer.Option(
-            help="With --train: what whole steps reach. [default: the GPU's]", show_default=False
-        ),
-    ] = 0.0,
+        float | None,
+        typer.Option(help="With --train: what whole steps reach. [default: the GPU's]"),
+    ] = None,
 ) -> Result:
     """What of a model fits on a GPU, and how fast that would be. The rest stays in memory.
 
@@ -157,7 +165,25 @@ def plan(
             expected=f"a directory or, with --train, --config of {', '.join(SIZES)}",
             where="plan",
         )
-    if not (0 < link < inf and 0 <= tflops < inf):
+    of_training = {
+        "tokens": tokens,
+        "rank": rank,
+        "checkpointing": checkpointing,
+        "chunked-loss": chunked_loss or None,
+        "link": link,
+        "tflops": tflops,
+    }
+    others = {"kv-tokens": kv_tokens} if train else of_training
+    if ignored := [f"--{name}" for name, value in others.items() if value is not None]:
+        raise OptionError(
+            f"{' '.join(ignored)} {'with' if train else 'without'} --train",
+            expected="--train, which plans a step that trains adapters"
+            if not train
+            else "no --train, which plans a step without keys and values",
+            where="plan",
+        )
+    link = 50.0 if link is None else link
+    if not (0 < link < inf and (tflops is None or 0 < tflops < inf)):
         raise OptionError(
             f"--link {link} --tflops {tflops}", expected="numbers above 0", where="plan"
         )
@@ -169,10 +195,11 @@ def plan(
     of, (model, sizes) = config or str(directory), _model(directory, config, train)
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     if train:
-        step = train_plan.Step(tokens, rank, checkpointing, chunked_loss)
-        speed = link * 1e9, tflops * 1e12 or train_plan.FLOPS[gpu]
+        step = train_plan.Step(tokens or 4096, rank or 16, checkpointing is not False, chunked_loss)
+        speed = link * 1e9, tflops * 1e12 if tflops else train_plan.FLOPS[gpu]
         made = train_plan.plan(model, sizes, memory, step, held, *speed, disk)
         return TrainPlanned(of, gpu, made)
+    kv_tokens = plans.KV_TOKENS if kv_tokens is None else kv_tokens
     result = plans.make(model, memory, held, disk=disk, kv_tokens=kv_tokens, where="plan")
     return Planned(of, gpu, result, 1 / result.seconds(machines.EXPECTED[gpu]), asked)
 

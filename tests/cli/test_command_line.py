@@ -179,6 +179,10 @@ WRONG = {
     ("plan", NONE): 1,
     ("plan", MIXTRAL, "--gpu", "H1000"): 2,
     ("plan", MIXTRAL, "--gpu-memory", "much"): 2,
+    ("plan", MIXTRAL, "--tokens", "512"): 2,  # which only --train reads
+    ("plan", MIXTRAL, "--no-checkpointing"): 2,
+    ("plan", MIXTRAL, "--train", "--kv-tokens", "512"): 2,
+    ("plan", MIXTRAL, "--train", "--tflops", "0"): 2,
     ("compare", NONE, NONE): 2,
     ("serve", NONE): 1,
     ("serve", MODEL, "--port", "99999"): 2,
@@ -312,4 +316,4 @@ def test_what_commands_know_without_importing_it():
     assert tuple(transformers_bench.MODES) == bench.MODES
     assert tuple(Report._forms) == explain.SAVED
     assert tuple(Run._forms) == of_run.RECORDS
-    assert signature(plan.plan).parameters["kv_tokens"].default == KV_TOKENS
+    assert f"[default: {KV_TOKENS}]" in str(signature(plan.plan).parameters["kv_tokens"])

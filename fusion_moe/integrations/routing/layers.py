@@ -98,13 +98,30 @@ def _chooses(of: type) -> bool:
     return code is not None and "topk" in code.co_names
 
 
+class Own:
+    """What a copy of a patched module has in place of a `State`: its own forward, bound to it."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+
+class State:
+    """What calls of a patched module are given. inner: the module's own forward."""
+
+    inner: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Own, (self.inner,)
+
+
 class Patched:
     """Calls of a module go to `forward(module, *args, **kwargs)` instead, which has the
     module's own as `state.inner`; compiled code sees it. An inner one of the same kind takes the
-    place of an outer one. `undo` is called in reverse order.
+    place of an outer one. `undo` is called in reverse order. In a copy of the module the state is
+    `Own`.
     """
 
-    def __init__(self, module: Any, forward: Callable[..., Any], state: Any):
+    def __init__(self, module: Any, forward: Callable[..., Any], state: State):
         self.module, self.key = module, f"fusion_moe{forward.__name__}"
         attributes = vars(module)
         self.before = {key: attributes.get(key) for key in ("forward", self.key)}

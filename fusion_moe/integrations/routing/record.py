@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layers import Patched, layers_of, positional
+from .layers import Own, Patched, State, layers_of, positional
 from .routing import Routing, Rows
 
 
@@ -49,10 +49,8 @@ def record_routing(model: nn.Module, weights: bool = True) -> Iterator[Routing]:
             patch.undo()
 
 
-class _Record:
+class _Record(State):
     """Of one layer."""
-
-    inner: Any
 
     def __init__(self, calls: list[Rows], weights: bool):
         self.calls, self.weights = calls, weights
@@ -68,6 +66,8 @@ class _Record:
 
 def _recorded(module: Any, *args: Any, **kwargs: Any) -> Any:
     record = module.fusion_moe_recorded
+    if isinstance(record, Own):
+        return record.inner(*args, **kwargs)
     args = positional(args, kwargs)
     # a compiled graph may write its next results where these are
     record.keep(args[1], args[2], torch.compiler.is_compiling())

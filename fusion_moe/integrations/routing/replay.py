@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import GroupsError, ShapeError, UnsupportedError, need_one_of
 from ...messages import count, some
-from .layers import ExpertsLayer, Patched, layers_of, positional
+from .layers import ExpertsLayer, Own, Patched, State, layers_of, positional
 from .routing import Routing, Rows
 
 _TOPK = torch.topk, torch.Tensor.topk
@@ -144,7 +144,7 @@ class Replay:
         with ExitStack() as undone:
             for module in model.modules():
                 if (theirs := vars(module).get(_CHECKPOINT)) is not None:
-                    setattr(module, _CHECKPOINT, partial(self._checkpoint, theirs))
+                    setattr(module, _CHECKPOINT, _Checkpointing(self, theirs))
                     undone.callback(setattr, module, _CHECKPOINT, theirs)
             yield
 
@@ -169,6 +169,23 @@ class Replay:
             self._open -= 1
         elif _is_checkpointed():
             self._open += 1
+
+
+class _Checkpointing:
+    """transformers' checkpoint with a replay. A copy is transformers' own."""
+
+    def __init__(self, replay: Replay, theirs: Any):
+        self.replay, self.theirs = replay, theirs
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.replay._checkpoint(self.theirs, function, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (self.theirs,)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def _is_checkpointed() -> bool:
@@ -223,10 +240,8 @@ def _unknown(ids: Tensor) -> Tensor:
     return (ids < 0).any(1, keepdim=True)
 
 
-class _Step:
-    """What a module is given in calls of this replay. inner: its own forward."""
-
-    inner: Any
+class _Step(State):
+    """What a module is given in calls of this replay."""
 
     def __init__(self, replay: Replay, given: _Given):
         self.replay, self.given, self.partial = replay, given, replay.partial
@@ -235,6 +250,8 @@ class _Step:
 def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of experts: with the ids and weights that are given."""
     step = module.fusion_moe_replaced
+    if isinstance(step, Own):
+        return step.inner(*args, **kwargs)
     step.replay.count()
     x, ids, weights, *rest = positional(args, kwargs)
     given = step.given
@@ -251,6 +268,8 @@ def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _refused(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of experts that the routing has no rows of."""
     step = module.fusion_moe_refused
+    if isinstance(step, Own):
+        return step.inner(*args, **kwargs)
     args = positional(args, kwargs)
     step.given.need_rows(len(args[1]))
     return step.inner(*args, **kwargs)
@@ -259,6 +278,8 @@ def _refused(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a router: topk among its experts returns those that are given."""
     step = module.fusion_moe_chosen
+    if isinstance(step, Own):
+        return step.inner(*args, **kwargs)
     step.replay.count()
     inner = step.inner
     if "topk_router" in getattr(inner, "__code__", _chosen.__code__).co_names:

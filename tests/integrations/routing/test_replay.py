@@ -4,6 +4,7 @@ transformers, whatever runs the model in between.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -467,3 +468,32 @@ def test_errors_name_what_is_missing() -> None:
         replay_routing(model, routing, "mine"),
     ):
         pass
+
+
+@pytest.mark.parametrize("weights", ["own", "recorded"])
+def test_copies_have_their_own_routing(weights):
+    """Of a model that replays or records: a target network, or an average, say."""
+    model, ids = small(), tokens(2, 5)
+    model.gradient_checkpointing_enable()
+    want = model(ids).logits
+    with record_routing(model) as own:
+        model(ids)
+        recording = copy.deepcopy(model)
+    with replay_routing(model, shifted(own), weights):
+        replayed, copy_of = model(ids).logits, copy.deepcopy(model)
+        assert torch.equal(copy_of(ids).logits, want)
+        assert not torch.equal(replayed, want)
+    rows = {name: len(calls) for name, calls in own.calls.items()}
+    for other in (recording, copy_of):
+        other.train()
+        logits = other(ids).logits  # computed again in the backward, by its own experts
+        logits.square().mean().backward()
+        assert torch.equal(logits, want)
+        with replay_routing(other, shifted(own), weights):
+            assert torch.equal(other(ids).logits, replayed)
+        assert torch.equal(other(ids).logits, want)
+    model.train()
+    model(ids).logits.square().mean().backward()
+    pairs = zip(copy_of.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs if q.grad is not None)
+    assert rows == {name: len(calls) for name, calls in own.calls.items()}
