@@ -110,8 +110,9 @@ def test_kernels_have_the_bits_of_plain_torch(name, rule, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_without_codes_are_those_of_plain_torch(value, monkeypatch):
-    x = weight()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_without_codes_are_those_of_plain_torch(value, dtype, monkeypatch):
+    x = weight(dtype=dtype)
     x[1, 2, 3] = value
     found = quantize(x, MXFP4, scales="mse")
     monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda x, element: None)

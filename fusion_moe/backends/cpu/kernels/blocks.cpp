@@ -3,12 +3,10 @@
 // bits: every operation is one of float32, LANES blocks lie side by side, and squares are summed in
 // pairs.
 
-#include <cstdint>
-#include <cstring>
+#include "numbers.h"
 
 namespace {
 
-typedef long long i64;
 constexpr int LANES = 16, MOST = 128;  // blocks side by side, elements of a block
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -29,7 +27,7 @@ struct Blocks {
     float at(i64 i) const {
         if (dtype == 0) return static_cast<const float*>(x)[i];
         const uint16_t bits = static_cast<const uint16_t*>(x)[i];
-        return dtype == 1 ? of_bf16(bits) : of_f16(bits);
+        return dtype == 1 ? widen(bf16{bits}) : widen(f16{bits});
     }
 
     // LANES blocks from `first` on, side by side; those past the end are the last one.
@@ -38,22 +36,6 @@ struct Blocks {
             const i64 from = (first + l < n ? first + l : n - 1) * block;
             for (int k = 0; k < block; k++) lanes[k][l] = at(from + k);
         }
-    }
-
-    static float of_bf16(uint16_t bits) {
-        const uint32_t word = uint32_t(bits) << 16;
-        float x;
-        memcpy(&x, &word, 4);
-        return x;
-    }
-
-    static float of_f16(uint16_t bits) {
-        const uint32_t sign = uint32_t(bits & 0x8000) << 16, size = uint32_t(bits & 0x7fff) << 13;
-        const uint32_t factor = 0x77800000;  // 2^112
-        float x, scale;
-        memcpy(&x, &size, 4), memcpy(&scale, &factor, 4);
-        x *= scale;
-        return sign ? -x : x;
     }
 };
 
