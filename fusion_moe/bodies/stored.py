@@ -112,8 +112,9 @@ def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a weight in a layout, of these tensors as they are now; none if they are read
     for the first time, or are not to be kept.
     """
-    if any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
-        return []  # torch counts no writes; or a graph's own kernels must see them
+    captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured or any(t.is_inference() for t in tensors):
+        return []  # a graph's own kernels must see writes; or torch counts none
     state, of = [t._version for t in tensors], pack.attrs
     form = wanted, of["encoding"], of["layout"], of.get("transposed"), tensors[0].shape
     key = *form, *[t.data_ptr() for t in tensors]
@@ -142,7 +143,3 @@ def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _place(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.storage_offset()
-
-
-def _is_captured(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -19,7 +19,6 @@ columns, and d1 counts slowest:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -106,15 +105,11 @@ class Order:
         # in memory: the tile's row and column, then its digits
         split = len(self.rows)
         order = [0, split + 1, *(p + 1 + (p >= split) for p in self.places)]
-        axes = _inverse(order) if back else order
+        axes = [order.index(i) for i in range(len(order))] if back else order
         inputs = [sizes[i] for i in order] if back else sizes
         moved = x.contiguous().view(*lead, *inputs, *item)
         dims = (*range(first), *(first + a for a in axes), *range(moved.dim() - items, moved.dim()))
         return moved.permute(dims).contiguous().view(x.shape)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(i) for i in range(len(order))]
 
 
 def _as_words(x: Tensor, word: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ Codes and scales are separate parts, each in tile order. Scales of a whole matri
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,18 +73,15 @@ class W16x64(Layout):
         """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this
         order. ShapeError: see `why_not`.
         """
-        self._check(parts[0], encoding)
-        argument = zip(encoding.parts, map(plain, parts), strict=False)
-        return tuple(self._pack(part, t, encoding) for part, t in argument)
+        return tuple(self._pack(part, t, encoding) for part, t in self._whole(parts, encoding))
 
     def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
-        self._check(parts[0], encoding)
-        argument = zip(encoding.parts, map(plain, parts), strict=False)
-        return tuple(self._unpack(part, t, encoding) for part, t in argument)
+        return tuple(self._unpack(part, t, encoding) for part, t in self._whole(parts, encoding))
 
-    def _check(self, elements: Tensor, encoding: Encoding) -> None:
-        n, k = elements.shape[-2], encoding.elements(elements.shape[-1])
+    def _whole(self, parts: Sequence[Tensor], encoding: Encoding) -> Iterator[tuple[Part, Tensor]]:
+        """Parts with what they are. ShapeError unless the elements, the first, are whole tiles."""
+        n, k = parts[0].shape[-2], encoding.elements(parts[0].shape[-1])
         if why := self.why_not(n, k, encoding):
             raise ShapeError(
                 why,
@@ -91,6 +89,7 @@ class W16x64(Layout):
                 todo="keep the linear layout",
                 where=self.name,
             )
+        return zip(encoding.parts, map(plain, parts), strict=False)
 
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:

@@ -68,7 +68,8 @@ class _Split:
 
     def segments(self) -> tuple[Segment, ...]:
         while True:
-            pieces = self._grown()
+            pieces = Pieces(self.fusion, self.target, self.apart)
+            pieces.grow()
             order = pieces.topological()
             refused = [
                 (ops, why)
@@ -79,11 +80,6 @@ class _Split:
                 return tuple(self._segment(pieces, ops) for ops in order)
             for ops, refusal in refused:
                 self._keep_apart(pieces, ops, refusal)
-
-    def _grown(self) -> Pieces:
-        pieces = Pieces(self.fusion, self.target, self.apart)
-        pieces.grow()
-        return pieces
 
     def _plan(self, pieces: Pieces, ops: frozenset[Op]) -> tuple[Fusion, Plan | Refusal]:
         """A piece as a Fusion, and the backend's decision about it; asked once."""
