@@ -161,7 +161,9 @@ def test_a_module_that_reads_factors_in_another_order(monkeypatch):
     wrapped = peft(quantized())
     own = layers.b_from_peft
     monkeypatch.setattr(
-        layers, "b_from_peft", lambda b, e: own(b.unflatten(1, (e, -1)).mT.flatten(1), e)
+        layers,
+        "b_from_peft",
+        lambda a, b, e, turned: own(a, b.unflatten(1, (e, -1)).mT.flatten(1), e, turned),
     )
     problems = verify(wrapped).problems
     assert len(problems) == 4

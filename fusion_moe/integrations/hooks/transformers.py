@@ -111,6 +111,6 @@ def _llama4_text_moe(moe: nn.Module, config: QuantizationConfig) -> nn.Module:
     experts = NVFP4Experts.from_float(
         gate_up, down, config.activation_format, "input", config.scales
     )
-    experts.transposed = True
+    experts.transposed = experts.turned = True
     router, shared_expert = moe.get_submodule("router"), moe.get_submodule("shared_expert")
     return Llama4MoE(router, experts, shared_expert, int(moe.top_k))  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
         """The two that `update_layer` swaps."""
         self.num_experts, n, k = module.shape_of(self.encoded)
         self._param_ndim = 3
-        return n, k
+        return (k, n) if module.turned else (n, k)
 
     def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
         """As PEFT's. The module that is left reads no factors."""
@@ -184,19 +184,22 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
             return factors[0]
         return torch.cat([b * self.scaling[n] for n, b in zip(names, factors, strict=True)], 2)
 
+    def _of_peft(self, adapter_name: str) -> tuple[Tensor, Tensor, int, bool]:
+        a, b = (t.get_parameter(f"{adapter_name}.weight") for t in (self.lora_A, self.lora_B))
+        return a, b, self.num_experts, self._packed.turned
+
     def _a(self, adapter_name: str) -> Tensor:
-        return a_from_peft(self.lora_A.get_parameter(f"{adapter_name}.weight"), self.num_experts)
+        return a_from_peft(*self._of_peft(adapter_name))
 
     def _b(self, adapter_name: str) -> Tensor:
-        weight = self.lora_B.get_parameter(f"{adapter_name}.weight")
-        return self._packed.view_of(self.encoded).deinterleave(
-            b_from_peft(weight, self.num_experts)
-        )
+        b = b_from_peft(*self._of_peft(adapter_name))
+        return self._packed.view_of(self.encoded).deinterleave(b)
 
     def fill_(self, a: Tensor, b: Tensor) -> None:
         """Gives the one adapter A [E, r, K] and B [E, N, r]."""
         (name,) = self._active
-        factors = to_peft(a, self._packed.view_of(self.encoded).interleave(b))
+        packed = self._packed
+        factors = to_peft(a, packed.view_of(self.encoded).interleave(b), packed.turned)
         with torch.no_grad():
             for layers, t in zip((self.lora_A, self.lora_B), factors, strict=True):
                 layers.get_parameter(f"{name}.weight").copy_(t)
@@ -213,8 +216,10 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
 
     @torch.no_grad()
     def _first_columns(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """What the module adds to the first column of each matrix, and what PEFT would."""
-        a, b = (t.get_parameter(f"{adapter_name}.weight") for t in (self.lora_A, self.lora_B))
+        """What the module adds to the first column of each matrix as the module in floats has it,
+        and what PEFT would.
+        """
+        a, b, _, turned = self._of_peft(adapter_name)
         theirs: Any = SimpleNamespace(
             num_experts=self.num_experts,
             lora_A={adapter_name: SimpleNamespace(weight=a[:, :1].double())},
@@ -223,8 +228,11 @@ class ParamWrapper(_OnCodes, layer.ParamWrapper):  # PEFT asks for this name
             get_param=lambda: a.double(),
             _did_swap_in_out_features=True,
         )
-        ours = self._b(adapter_name).double() @ self._a(adapter_name)[:, :, :1].double()
-        ours = self._packed.view_of(self.encoded).interleave(ours) * self.scaling[adapter_name]
+        own_a, own_b = (t.double() for t in (self._a(adapter_name), self._b(adapter_name)))
+        view = self._packed.view_of(self.encoded)
+        ours = (
+            (own_b[:, :1] @ own_a).mT if turned else view.interleave(own_b @ own_a[:, :, :1])
+        ) * self.scaling[adapter_name]
         return ours, layer.ParamWrapper.get_delta_weight(theirs, adapter_name)
 
     def _delta(self, adapter_name: str, matrix: int) -> Tensor:

@@ -131,7 +131,7 @@ def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     adapters, factors = dict(adapters_of(module)), list[Tensor]()
     for projection, adapter in adapters.items():
         a, b = gathered(adapter.A.detach()), gathered(adapter.B.detach())
-        factors += to_peft(a, module.view_of(projection).interleave(b))
+        factors += to_peft(a, module.view_of(projection).interleave(b), module.turned)
     return zip(_keys(name, adapters), factors, strict=True)
 
 
@@ -169,7 +169,9 @@ def _planned(
     wanted = [
         shape
         for p in projections
-        for shape in peft_shapes(_experts(module), *module.shape_of(p)[1:], config.rank)
+        for shape in peft_shapes(
+            _experts(module), *module.shape_of(p)[1:], config.rank, module.turned
+        )
     ]
     for key, shape in zip(_keys(name, projections), wanted, strict=True):
         t = tensors.get(key)
@@ -225,8 +227,9 @@ def _factors(
     """A and B for each adapter of a module, from the file."""
     keys = _keys(name, projections)
     for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
-        a = a_from_peft(tensors[key_a], _experts(module))
-        b = module.view_of(projection).deinterleave(b_from_peft(tensors[key_b], _experts(module)))
+        of_peft = tensors[key_a], tensors[key_b], _experts(module), module.turned
+        a = a_from_peft(*of_peft)
+        b = module.view_of(projection).deinterleave(b_from_peft(*of_peft))
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         yield a, b

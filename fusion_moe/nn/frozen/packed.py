@@ -59,6 +59,7 @@ class PackedModule(nn.Module):
     # and up that alternate
     transposed = False
     interleaved = False
+    turned = False  # transposed, of which PEFT does not know (lora's factors.py)
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny
+from tiny import of_text, tiny
 from tiny_qwen3 import qwen3_moe
 from torch import Tensor
 
@@ -23,6 +23,7 @@ import fusion_moe
 from fusion_moe import nn
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import NonFiniteError, UnsupportedError
+from fusion_moe.integrations.transformers.on_load import layout_of
 from fusion_moe.lora.files import load_lora_, save_lora
 from fusion_moe.nn.frozen.adaptable import AdaptableModule
 from fusion_moe.transformers import from_pretrained
@@ -56,7 +57,7 @@ def decoded(ours: Any, original: Any = None) -> Any:
     for name, module in ours.named_modules():
         if isinstance(module, AdaptableModule):
             experts = model.get_submodule(name)
-            contract = nn.contract_of(experts)
+            contract = layout_of(experts)
             for p in module.projections:
                 weight = dequantize(module.weight_of(p)).float()
                 rows = (
@@ -103,14 +104,17 @@ def assert_near(found: Tensor, want: Tensor, error: float = 1e-5) -> None:
 # The same adapters as on floats -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "llama4"])
 def test_names_shapes_values_and_gradients_are_those_on_floats(family, tmp_path):
-    """Weights stored either way round, gate and up interleaved, no gate. Files go both ways."""
+    """Weights stored either way round, which PEFT may not know, gate and up interleaved, no gate.
+    Files go both ways, those of `save_lora` too.
+    """
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
-    original = tiny(family)
-    name = next(n for n, m in original.named_modules() if nn.contract_of(m))
-    targets = [f"{name}.{n}" for n in nn.contract_of(original.get_submodule(name)).names[:2]]
+    original = of_text(tiny(family))
+    name = next(n for n, m in original.named_modules() if layout_of(m))
+    targets = [f"{name}.{n}" for n in layout_of(original.get_submodule(name)).names[:2]]
     modules = {"target_modules": [], "target_parameters": targets}
     packed = quantized(original)
     theirs = wrapped(decoded(packed, original), **modules)
@@ -135,6 +139,12 @@ def test_names_shapes_values_and_gradients_are_those_on_floats(family, tmp_path)
     assert all(torch.equal(t, again[key]) for key, t in saved.items())
     loaded = PeftModel.from_pretrained(decoded(quantized(original), original), tmp_path / "ours")
     assert_near(logits_of(loaded.eval(), tokens), logits_of(ours, tokens))
+    with_own = quantized(original)
+    load_lora_(with_own, tmp_path / "ours")
+    assert_near(logits_of(with_own, tokens), logits_of(ours, tokens))
+    of_own = load_file(save_lora(with_own, tmp_path / "own") / "adapter_model.safetensors")
+    assert all(torch.equal(t, of_own[key]) for key, t in saved.items())
+    assert not [p for m in ours.modules() if isinstance(m, LoraLayer) for p in m.problems()]
 
 
 def test_gradients_in_bf16_are_as_near_as_those_on_floats():
