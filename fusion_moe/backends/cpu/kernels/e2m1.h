@@ -135,8 +135,8 @@ struct E2M1Weight {
     }
 
     static void fetch_scales(const WorkTile&) {}
-    // Brings a line of a row's scales nearer; those that were copied are near. Inlined, or g++ takes
-    // it for a function without effect.
+    // Brings a line of a row's scales nearer; those that were copied are near. Inlined, or g++
+    // takes it for a function without effect.
     [[gnu::always_inline]] static void fetch_line(const u8* scales) {
         if constexpr (IS_LINEAR<Order>) __builtin_prefetch(scales, 0, 2);
     }
