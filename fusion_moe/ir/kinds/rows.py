@@ -21,7 +21,18 @@ from ...layouts.groups import (
 )
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain
+from ..types import (
+    DTYPES,
+    FLOATS,
+    INTS,
+    Dim,
+    Groups,
+    Rows,
+    TensorType,
+    accumulated,
+    dtype_name,
+    plain,
+)
 from .rules import (
     Types,
     need,
@@ -30,7 +41,6 @@ from .rules import (
     need_float,
     need_packed,
     need_partition,
-    need_rank,
     need_same,
 )
 from .shape import elements
@@ -297,12 +307,9 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
     """y [M, N], slot_of int[T, k], w [T, k] -> f32[T, N]: w times the rows of each token's slots,
     added in their order.
     """
-    need_rank("y", y, 2)
-    need_rank("slot_of", slot_of, 2)
-    need_float("y", y)
-    need_dtype("slot_of", slot_of, *INTS)
-    need_float("w", w)
-    need_rank("w", w, 2)
+    need("y", y, 2, *FLOATS)
+    need("slot_of", slot_of, 2, *INTS)
+    need("w", w, 2, *FLOATS)
     for a, b in zip(slot_of.shape, w.shape, strict=True):
         need_same("size", "slot_of", a, "w", b)
     return (TensorType((plain(slot_of.shape[0]), y.shape[1]), accumulated(y.dtype)),)
