@@ -177,12 +177,16 @@ class Kept:
         self.module = module
         self._own = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
-    def update_(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `update_weights_`, after the module has its tensors again."""
+    def restored(self) -> Any:
+        """The module, which has its tensors again."""
         for module, parameters, buffers in self._own:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        update_weights_(self.module, tensors)
+        return self.module
+
+    def update_(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `update_weights_`, after the module has its tensors again."""
+        update_weights_(self.restored(), tensors)
 
 
 def serve_(experts: Experts, dtype: torch.dtype, slots: int) -> str:

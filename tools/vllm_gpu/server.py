@@ -4,6 +4,7 @@ requests, malformed ones among them, whose answers are compared with those of si
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -96,6 +97,19 @@ class Server:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
             return json.load(answer)
 
+    def leave(self, prompt: list[int]) -> None:
+        """Asks for a long answer, and hangs up after its first bytes."""
+        asked = {"model": str(self.model), "prompt": prompt, "max_tokens": 4096, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(asked | {"ignore_eos": True}),
+            {"Content-Type": "application/json"},
+        )
+        connection.getresponse().read(64)
+        connection.close()
+
     def greedy(self, prompt: list[int]) -> Answer:
         """The answer of 64 tokens."""
         asked = {"prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "logprobs": 0}
@@ -135,9 +149,9 @@ def latencies(server: Server, clients: int) -> dict[str, float]:
 def soak(
     server: Server, clients: int, seconds: float
 ) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
-    """Clients that ask until the time is over. Returns what happened to malformed requests, the
-    growth of memory, and how far answers are from those to single requests; prompts, and the
-    answers to single requests.
+    """Clients that ask until the time is over, some of which hang up. Returns what happened to
+    malformed requests, the longest wait, the growth of memory, and how far answers are from those
+    to single requests; prompts, and the answers to single requests.
     """
     drawn = random.Random(0)
     prompts = [
@@ -147,16 +161,21 @@ def soak(
     alone = [server.greedy(prompt) for prompt in prompts]
     until, before = time.monotonic() + seconds, server.memory_mib()
 
-    malformed, far = Counter[str](), list[float]()
+    malformed, far, waits = Counter[str](), list[float](), list[float]()
 
     def client(seed: int) -> None:
         own = random.Random(seed)
         while time.monotonic() < until:
-            if own.random() < 0.05:
+            i, kind = own.randrange(_PROMPTS), own.random()
+            if kind < 0.05:
                 malformed[_refused(server, own.choice(_MALFORMED))] += 1
+            elif kind < 0.1:
+                server.leave(prompts[i])
+                malformed["left"] += 1
             else:
-                i = own.randrange(_PROMPTS)
+                begun = time.monotonic()
                 far.append(apart(server.greedy(prompts[i]), alone[i]))
+                waits.append(time.monotonic() - begun)
 
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
@@ -167,6 +186,7 @@ def soak(
         "answers": len(far),
         "apart": statistics.quantiles(far, n=1000, method="inclusive"),
         "most apart": max(far),
+        "longest_wait_s": max(waits),
         "grown_mib": [now - then for now, then in zip(server.memory_mib(), before, strict=True)],
     }
     print({name: value for name, value in found.items() if name != "apart"}, flush=True)

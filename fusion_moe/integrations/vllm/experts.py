@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from ...checkpoints import Scheme
-from ...encodings import Quantized
+from ...encodings import Quantized, check_finite
 from ...errors import UnsupportedError
 from ...nn import Experts, activation, swiglu
 from ..serving import (
@@ -36,7 +37,7 @@ from ..serving import (
     weight_of,
 )
 from . import exchange, states
-from .loading import LoadsExperts, rounded
+from .loading import LoadsExperts, is_rounded, rounded
 from .log import logger
 from .names import name_in_files
 
@@ -126,6 +127,23 @@ class ExpertsMethod(FusedMoEMethodBase):
         """Loads tensors of a layer's experts, by their names after "experts."."""
         deque(layer.load_weights(rounded(layer, tensors)), maxlen=0)
 
+    def renew_(self, layer: Any, name: str, t: Tensor) -> bool:
+        """Whether a tensor was rounded into the weights that are served: floats of all experts,
+        name after "experts.", where each expert is whole on this rank. Others vLLM divides first.
+        """
+        if self.kept is None or self.moe.moe_parallel_config.enable_eplb:
+            return False
+        experts, projection = self.kept.restored(), name.removesuffix("_proj")
+        if projection not in experts.projections or not is_rounded(self, name, t):
+            return False
+        count, *matrix = experts.shape_of(projection)
+        if t.shape != (self.moe.num_experts, *matrix):
+            return False
+        check_finite(t, experts.encoding, f"{layer.layer_name}.{name}")
+        self.kept.update_({name: t.narrow(0, self.first_expert or 0, count)})
+        get_layerwise_info(layer).load_numel_total = 0  # vLLM misses no tensors
+        return True
+
     @property
     def _names(self) -> list[str]:
         """vLLM's names of the parts of a weight."""
@@ -146,6 +164,14 @@ class ExpertsMethod(FusedMoEMethodBase):
         alone = [t.squeeze(1) if t.dim() == 2 else t for t in tensors]
         return weight_of(self.scheme, alone, f"{layer.layer_name}.{name}")
 
+    def _loaded_weight(self, layer: Any, name: str) -> Quantized | None:
+        """The same; None for one that a reload leaves out, as those that `renew_` took."""
+        if self.kept is not None:
+            reloaded = {parameter for parameter, _ in get_layerwise_info(layer).loaded_weights}
+            if reloaded and f"{name}_{self._names[0]}" not in reloaded:
+                return None
+        return self.weight(layer, name)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces the loaded weights by `Experts`, in the layout that kernels read; when vLLM
         reloads, puts them where these have theirs. Raises as `weight`. UnsupportedError for a
@@ -159,7 +185,7 @@ class ExpertsMethod(FusedMoEMethodBase):
                 "experts that stay",
                 "start another engine",
             )
-        w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
+        w13, w2 = (self._loaded_weight(layer, name) for name in ("w13", "w2"))
         biases = {
             name: getattr(layer, name).data if self.moe.has_bias else None
             for name in ("w13_bias", "w2_bias")
@@ -171,6 +197,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         if self.kept is not None:
             self.kept.update_(_named(layer.fusion_moe, w13, w2, *biases.values()))
             return
+        assert w13 is not None
+        assert w2 is not None
         layer.fusion_moe = Experts(
             w13,
             w2,
@@ -181,6 +209,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         )
         layer.fusion_moe.first_expert = self.first_expert
         self.sends_tokens = exchange.sends_tokens_(layer.fusion_moe, self.moe)
+        if hasattr(layer, "quant_config"):
+            layer.fusion_moe.scales = getattr(layer.quant_config, "scales", "max")
         with invariant(envs.VLLM_BATCH_INVARIANT):
             text = serve_(layer.fusion_moe, self.moe.in_dtype, self.moe.experts_per_token)
         logger.info_once(text)
@@ -214,12 +244,17 @@ class ExpertsMethod(FusedMoEMethodBase):
 
 
 def _named(
-    experts: Experts, w13: Quantized, w2: Quantized, w13_bias: Tensor | None, w2_bias: Tensor | None
+    experts: Experts,
+    w13: Quantized | None,
+    w2: Quantized | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Weights by the names of the parameters."""
+    """Weights that are there, by the names of the parameters."""
     found: dict[str, Tensor] = {}
     for name, weight, bias in zip(experts.projections, (w13, w2), (w13_bias, w2_bias), strict=True):
-        found.update(zip(experts.part_names[name], weight, strict=True))
+        if weight is not None:
+            found.update(zip(experts.part_names[name], weight, strict=True))
         if bias is not None:
             found[f"{name}_proj_bias"] = bias
     return found

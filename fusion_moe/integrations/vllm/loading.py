@@ -69,7 +69,7 @@ class _Experts(WeightsMapper):
             layer = self._layers.get(f"{before}.experts")
             if layer is None or layer.quant_method.loads(layer, expert):
                 yield name, t
-            else:
+            elif not layer.quant_method.renew_(layer, expert, t):
                 for part, stored in rounded(layer, [(expert, t)]):
                     yield f"{before}{_EXPERTS}{part}", stored
 
@@ -89,7 +89,7 @@ class _Experts(WeightsMapper):
 _FUSED = "gate_up_proj", "up_proj", "down_proj"
 
 
-def _is_rounded(method: Any, name: str, t: Tensor) -> bool:
+def is_rounded(method: Any, name: str, t: Tensor) -> bool:
     """Whether a tensor is a weight in floats for experts that are served in an encoding."""
     return (
         method.kept is not None
@@ -108,7 +108,7 @@ def rounded(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple
     Rounded by the rule for scales that the directory names. NonFiniteError for NaN and infinity.
     """
     for name, t in tensors:
-        if _is_rounded(layer.quant_method, name, t):
+        if is_rounded(layer.quant_method, name, t):
             yield from _parts(layer, name, t)
         else:
             yield name, t

@@ -2,8 +2,9 @@
 (FSDP2), one parameter at a time by transformers' names. Prints, as JSON, what was generated before
 and after, and by a new engine of a directory of the trainer's weights, in the same format.
 
-Arguments: a folder to write to, a format, and whether a trainer shares the parameters ("2") or has
-all of them ("1").
+Arguments: a folder to write to, a format, whether a trainer shares the parameters ("2") or has
+all of them ("1"), and whether it sends all experts of a layer together ("whole") or down_proj of
+one after the other ("mixed").
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
     from fusion_moe.checkpoints import quantize
 
-    folder, encoding, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    folder, encoding, ranks, form = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     old, new = floats(folder / "old", 0), floats(folder / "new", 1)
 
     def engine(directory: Path) -> Any:
@@ -112,8 +113,13 @@ def main() -> None:
     )
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, t in iter(ours.recv, None):
-            yield name, torch.from_numpy(t).view(torch.bfloat16)
+        for name, sent in iter(ours.recv, None):
+            t, down = torch.from_numpy(sent).view(torch.bfloat16), ".down_proj"
+            if form == "mixed" and name.endswith(down):
+                for e, matrix in enumerate(t):
+                    yield f"{name.removesuffix(down)}.{e}{down}.weight", matrix
+            else:
+                yield name, t
 
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": parameters()})
     llm.reset_prefix_cache()
