@@ -1,19 +1,27 @@
 """Runs the CUDA backend's kernels on small ragged inputs, in a process that compute-sanitizer
 watches: see test_cuda_sanitized.py.
+
+    python cuda_sanitized.py PART [--few]
+
+--few: one variant of each kernel, on fewer inputs.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fusions import copies, mxfp8_copies
 from kernel_tables import MMA, TABLE, variants_of
+from test_cuda_aux_loss import losses
 from test_cuda_kernels import exact_weight, generator, program
 from test_cuda_lora import Layer as AdaptedLayer, arguments, step
+from test_cuda_router import CASES, inputs, router
 from torch.utils._pytree import tree_map
 
 import fusion_moe
@@ -30,15 +38,26 @@ from fusion_moe.backends.cuda.variants import (
     Variant,
 )
 from fusion_moe.definitions.operations import SPECS, bind
-from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, quantize
+from fusion_moe.encodings import (
+    ENCODINGS,
+    FP8_COLUMNS,
+    FP8_E8M0,
+    FP8_ROWS,
+    MXFP4,
+    NVFP4,
+    Quantized,
+    quantize,
+)
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn import prepare_
+from fusion_moe.nn.frozen.weight import rounded
 from fusion_moe.runtime import cuda, memory
 
 G, M = 5, 45  # groups; rows of one product
 H, I, SLOTS = 128, 192, 3  # hidden and intermediate features of a layer, slots of a token
 BIG = 2**31 - 1
+FEW = False
 
 
 class Call(NamedTuple):
@@ -81,7 +100,7 @@ def products(
     layout: str, fmt: str = "nvfp4", activations: torch.dtype = torch.bfloat16, k: int = 320
 ) -> Iterator[Call]:
     """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or
-    past the rows. k: of tiles. Of other encodings than NVFP4 two calls.
+    past the rows. k: of tiles. Of other encodings than NVFP4, and of few, two calls.
     """
     k, n = (96, 33) if layout == "linear" else (k, 80)
     a = torch.randn(M, k, generator=generator()).to(activations)
@@ -90,7 +109,7 @@ def products(
     )
     right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
     wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
-    for ends in (*right, *wrong) if fmt == "nvfp4" else (right[0], wrong[0]):
+    for ends in (*right, *wrong) if fmt == "nvfp4" and not FEW else (right[0], wrong[0]):
         yield Call(
             "grouped_mm",
             (a, parts, torch.tensor(ends, dtype=torch.int32)),
@@ -234,8 +253,10 @@ def use_first(kind: str, regime: Regime) -> None:
     heuristics.table_of = lambda arch: changed
 
 
-def main(part: str) -> None:
+def main(part: str, few: bool) -> None:
     """Products are run once with each variant of their kernel, and by concurrent kernels."""
+    global FEW
+    FEW = few
     memory.allocate, launch.build = allocate_apart, build_every_lane_arrives
     PARTS[part]()
     print("clean")
@@ -256,10 +277,17 @@ def on_this_gpu(kind: str) -> list[Variant]:
     return [v for v in variants_of(kind) if not v.why_not_on(cuda.arch(0))]
 
 
+def some(variants: Iterable[Variant]) -> list[Variant]:
+    """All of them; of few one of each kernel: it may have clusters, or add up in row order."""
+    if not FEW:
+        return list(variants)
+    return list({(type(v), v.cluster > 1, "_row" in v.name): v for v in variants}.values())
+
+
 def products_by(layout: str) -> None:
     """Of each variant of the kernels for encoded weights."""
     kind = {"linear": "linear", "w16x64": "tiled"}[layout]
-    variants = on_this_gpu(kind)
+    variants = some(on_this_gpu(kind))
     several = [
         Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))),
         Regime(ALWAYS, M8, ((12, M8), (None, M80))),
@@ -268,23 +296,22 @@ def products_by(layout: str) -> None:
         use_first(kind, Regime(ALWAYS, (variant,)))
         run_all(products(layout, k=512))  # whole stages for each block of a cluster
     alone = [Regime(ALWAYS, (variant,)) for variant in variants if variant.cluster == 1]
-    for regime in (*alone, *(several if {*M8, *M32, *M80, *M160} <= {*variants} else [])):
+    fit = {*M8, *M32, *M80, *M160} <= {*on_this_gpu(kind)}
+    others = (("mxfp4", torch.bfloat16), ("int4", torch.bfloat16), ("nvfp4", torch.float16))
+    for i, regime in enumerate((*alone, *(several if fit else []))):
         use_first(kind, regime)
         run_all(
             (
                 *products(layout),
-                *layers(layout, tokens=7),
-                *layers(layout, tokens=60),
-                *products(layout, "mxfp4"),
-                *products(layout, "int4"),
-                *products(layout, "nvfp4", torch.float16),
+                *chain(*(layers(layout, tokens) for tokens in ((60,) if FEW else (7, 60)))),
+                *chain(*(products(layout, *of) for of in others if not FEW or of is others[i % 3])),
             )
         )
 
 
 def without_wgmma() -> None:
     """Of each variant that GPUs without it have for many rows, which are in no table of an H200."""
-    for variant in (v for v in MMA if not v.row_order):
+    for variant in some(v for v in MMA if not v.row_order):
         use_first("tiled", Regime(ALWAYS, (variant,)))
         run_all((*products("w16x64", k=512), *layers("w16x64", tokens=60)))
 
@@ -292,7 +319,7 @@ def without_wgmma() -> None:
 def wide_products() -> None:
     """Of each variant of the kernels for bf16 weights."""
     for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
-        for variant in on_this_gpu(kind):
+        for variant in some(on_this_gpu(kind)):
             use_first(kind, Regime(ALWAYS, (variant,)))
             run_all(products(layout, "bf16"))
 
@@ -345,6 +372,41 @@ def adapters() -> None:
         assert not is_faulty()
 
 
+def copies_of_codes() -> None:
+    """Rows, columns and blocks in 8 bits, matrices in 4, of which some are no whole tiles; weights
+    that a kernel reorders for many rows.
+    """
+    x = torch.randn(2, 128, 264, generator=generator()).bfloat16()
+    ends = torch.tensor([5, 5, 38, 202], dtype=torch.int32)
+    rows = x.flatten(0, 1)[:210].contiguous()
+    for fusion, given in (
+        (copies(x, [FP8_ROWS, FP8_COLUMNS]), (x,)),
+        (copies(x, [FP8_E8M0]), (x,)),
+        (copies(rows, [FP8_ROWS, FP8_COLUMNS], ends), (rows, ends)),
+        (mxfp8_copies(x[..., :160], [-1, -2]), (x[..., :160].contiguous(),)),
+        (mxfp8_copies(rows[:, :160], [-1, -2], ends), (rows[:, :160].contiguous(), ends)),
+    ):
+        fusion_moe.run(fusion, [t.cuda() for t in given])
+    for encoding in (NVFP4, MXFP4):
+        rounded(x[..., :256].cuda(), encoding, layout="w16x64")
+        rounded(x[..., :224].float().cuda(), encoding)
+    weight = quantize(torch.randn(2, 80, 320, generator=generator()), NVFP4)
+    many = torch.randn(1300, 320, generator=generator()).bfloat16()
+    how = {"weight_format": "nvfp4", "weight_layout": "linear"}
+    Call("grouped_mm", (many, [*weight], torch.tensor([700, 1300], dtype=torch.int32)), how).run()
+
+
+def routers() -> None:
+    """Ids, weights, sorted rows; losses with their gradients."""
+    for case in ("qwen3", "deepseek-v3", "gpt-oss"):
+        for tokens in (3, 65):
+            given = [t.cuda() for t in inputs(case, tokens)]
+            fusion_moe.run(router(*CASES[case]), given)
+    logits = torch.randn(65, 33, generator=generator()).cuda().requires_grad_()
+    losses(logits, 4, "sigmoid", torch.full((), 65, device="cuda")).backward()
+    assert not is_faulty()
+
+
 PARTS = {
     "training": lambda: run_all(training()),
     "loops": lambda: run_all(without_product()),
@@ -354,8 +416,13 @@ PARTS = {
     "wide": wide_products,
     "fp8": fp8,
     "adapters": adapters,
+    "copies": copies_of_codes,
+    "routers": routers,
 }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--few", action="store_true")
+    main(**vars(parser.parse_args()))

@@ -32,19 +32,25 @@ def sanitizer() -> str:
 
 
 FP8 = pytest.param("fp8", marks=pytest.mark.needs("wgmma"))
-PARTS = ["training", "loops", "linear", "tiled", "mma", "wide", FP8, "adapters"]
+PARTS = ["training", "loops", "linear", "tiled", "mma", "wide", FP8, "adapters", "copies"]
+# and with the kernels of other GPUs
+PARTS += ["routers", "training 8.0", "adapters 8.0", "fp8 8.9"]
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_clean(tool, part):
+def test_clean(tool, part, request):
+    part, _, arch = part.partition(" ")
+    few = [] if request.config.getoption("--all") else ["--few"]
     script = Path(__file__).parent / "cuda_sanitized.py"
     # memory past the end of a tensor is nobody's
     one_allocation_each = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment = {**os.environ, **one_allocation_each, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if arch:
+        environment["FUSION_MOE_CUDA_ARCH"] = arch
     # cuda-bindings asks the driver for functions that it does not have
     own_errors = ["--error-exitcode", "1", "--report-api-errors", "no"]
-    command = [sanitizer(), "--tool", tool, *own_errors, sys.executable, str(script), part]
+    command = [sanitizer(), "--tool", tool, *own_errors, sys.executable, str(script), part, *few]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device or virtual machine")
