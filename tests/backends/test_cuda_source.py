@@ -903,8 +903,8 @@ def test_local_experts():
     experts are here are those other than -1 reported, and few.
     """
     for first_expert, route, of_many, rest in (
-        (None, "Route<i64>{", "Route<i64, false, 4>{", 1),
-        (32, "Route<i64, true>{", "Route<i64, true, 4, 8>{", 8),
+        (None, "Route<i64, false, 1, 1>{", "Route<i64, false, 4, 1>{", 1),
+        (32, "Route<i64, true, 1, 1>{", "Route<i64, true, 4, 8>{", 8),
     ):
         up, down = sources(first_expert=first_expert)
         routing, product = (

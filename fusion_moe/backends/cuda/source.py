@@ -404,17 +404,10 @@ class Source(Writer, ABC):
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        types, first = stored(ids), op.attrs.get("first_expert")
-        rest = 1
-        if first is not None:
-            given = f"{given}, {first}"
-        if first is not None or ids_of_lane > 1:
-            types += f", {str(first is not None).lower()}"
-        if ids_of_lane > 1:
-            types += f", {ids_of_lane}"
-        if first is not None and ids_of_lane > 1:
-            rest = _REST_BLOCKS
-            types += f", {rest}"
+        first = op.attrs.get("first_expert")
+        local, given = first is not None, f"{given}, {first or 0}"
+        rest = _REST_BLOCKS if local and ids_of_lane > 1 else 1
+        types = f"{stored(ids)}, {str(local).lower()}, {ids_of_lane}, {rest}"
         body = [*self.WAIT, f"Route<{types}>{{{given}}}.run();"]
         return self.kernel("route", body, groups + rest, threads=32 * _MAX_WARPS)
 
