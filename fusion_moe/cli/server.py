@@ -187,12 +187,20 @@ _NUMBERS = (
 )
 
 
+_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "suppress_tokens")
+
+
 def _is_configuration(x: Any) -> bool:
     with contextlib.suppress(Exception):  # of wrong entries transformers raises any kind
-        entries = json.loads(x)
-        numbers = [entries[name] for name in _NUMBERS if entries.get(name) is not None]
-        return all(isinstance(n, (int, float)) for n in numbers) and bool(
-            GenerationConfig(**entries)
+        entries = {name: value for name, value in json.loads(x).items() if value is not None}
+        numbers = [entries[name] for name in _NUMBERS if name in entries]
+        for ids in (entries[name] for name in _IDS if name in entries):
+            numbers += ids if isinstance(ids, list) else [ids]
+        stop = entries.get("stop_strings")
+        return (
+            all(isinstance(n, (int, float)) for n in numbers)
+            and (stop is None or _is_stop(stop))
+            and bool(GenerationConfig(**entries))
         )
     return False
 
@@ -372,7 +380,7 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
 
 _KINDS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, OSError),
-    *(AssertionError, TemplateError),
+    *(AssertionError, ImportError, TemplateError),
 )
 
 

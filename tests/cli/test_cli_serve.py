@@ -179,6 +179,8 @@ WRONG = [
     ({"generation_config": "{"}, "generation_config"),
     ({"generation_config": '{"max_new_tokens": "a"}'}, "generation_config"),
     ({"generation_config": '{"top_k": "a"}'}, "JSON of what GenerationConfig takes"),
+    ({"generation_config": '{"eos_token_id": "a"}'}, "generation_config"),
+    ({"generation_config": '{"stop_strings": 5}'}, "generation_config"),
     ({"generation_config": '{"num_beams": 100}'}, "at most 8 beams"),
 ]
 
