@@ -120,7 +120,7 @@ def _is_content(x: Any) -> bool:
 
 def _is_call(x: Any) -> bool:
     """Of a tool: its arguments are an object, or the JSON of something."""
-    function = x.get("function") or x if _is_object(x) else None
+    function: Any = x.get("function") or x if _is_object(x) else None
     if not _is_object(function):
         return False
     arguments = function.get("arguments")
