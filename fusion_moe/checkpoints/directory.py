@@ -106,7 +106,7 @@ class Directory:
             if now != then:  # reading what a mapped file has lost would end the process
                 raise OSError(f"it was changed: from {then[0]:,} to {now[0]:,} bytes")
             return getattr(opened, how)(name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, MemoryError, SafetensorError) as error:
             raise CheckpointError(
                 f"{name}: {in_one_line(error)}",
                 expected="the file as it was when its header was read",

@@ -104,7 +104,8 @@ def read_header(file: Path) -> list[Entry]:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
         with file.open("rb") as bytes_of:
             json_of(bytes_of.read(int.from_bytes(bytes_of.read(8), "little")))
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    # MemoryError: of safetensors, of a file that is larger than what may be mapped
+    except (OSError, MemoryError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             in_one_line(error),
             expected="a whole file of safetensors",

@@ -288,6 +288,12 @@ def _command(*arguments: str) -> None:
     assert all(line.isprintable() for line in result.output.split("\n"))
 
 
+def test_a_file_that_is_larger_than_what_can_be_mapped(tmp_path):
+    source = shutil.copytree(MADE[0], tmp_path / "src")
+    os.truncate(next(source.glob("*.safetensors")), 2**43)
+    check(source)
+
+
 def test_what_is_not_of_ours_is_found(monkeypatch, tmp_path):
     """An error of another kind, a long message, and what is left behind."""
     source = shutil.copytree(MADE[0], tmp_path / "src")

@@ -206,7 +206,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         )
     try:
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:
         raise CheckpointError(
             in_one_line(error), expected="a file of safetensors", where=str(file)
         ) from None
