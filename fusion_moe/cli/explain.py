@@ -57,7 +57,7 @@ class Explanation(Result):
         )
         console.print(coloured(f"{self.of}\n\n{text}"), soft_wrap=True)
         if self.saved:
-            console.print(f"\nsaved: {self.saved}")
+            console.print(f"\nsaved: {self.saved}", soft_wrap=True)
 
 
 def explain(

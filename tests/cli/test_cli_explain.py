@@ -62,7 +62,7 @@ def test_products_are_fused_in_the_encoding_of_the_files(name, scale):
 def test_an_absent_gpu_a_prompt_and_a_file(tmp_path, monkeypatch):
     """Which kernels it would get does not depend on what is installed to compile them."""
     monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed")
-    file = tmp_path / "report.json"
+    file = tmp_path / f"{'report' * 20}.json"  # longer than a line
     asked = ("--tokens", "40", "--batch", "3", "--gpu", "H100", "--save", str(file))
     shown = run(MIXTRAL, *asked).stdout
     assert shown.startswith("3 sequences of 40 tokens\n\nfusion_moe.explain: 1 graph")
