@@ -20,6 +20,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from cover import left_out
+from hypothesis.internal.conjecture import providers
 
 TESTS = Path(__file__).resolve().parent
 # Tests of the base lane without a GPU, within a tenth, and of `--all`: tests/tools/test_number.py.
@@ -58,13 +59,19 @@ FIRST = ("integrations/distributed/test_ranks.py", "test_docs.py", "test_packagi
 OF_FULL_LANE = re.compile(r"mark\.(nvfuser|thunder)|^from ways import", re.MULTILINE)
 FULL_LANE = importlib.util.find_spec("nvfuser_direct") is not None
 
-hypothesis.settings.register_profile(
-    "ci", derandomize=True, database=None, deadline=None, max_examples=30
-)
-hypothesis.settings.register_profile(
-    "quick", derandomize=True, database=None, deadline=None, max_examples=5
-)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+# hypothesis would also draw numbers that stand in modules, of those that tests before have imported
+providers._get_local_constants = lambda: providers._local_constants
+# Of hypothesis's own defaults, whatever CI says; on a busy machine an example takes long.
+for _name, _derandomize, _examples in ("ci", True, 30), ("quick", True, 5), ("long", False, 1000):
+    hypothesis.settings.register_profile(
+        _name,
+        hypothesis.settings.get_profile("default"),
+        derandomize=_derandomize,
+        max_examples=_examples,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,6 +107,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # its processes for Triton: no test on a CPU has any work for them
     os.environ.setdefault("TORCH_WARM_POOL", "0")
+    # servers that tests start are asked directly, whatever proxy there is for others
+    os.environ["no_proxy"] = "127.0.0.1,localhost"
     # GPUs: each layer of a test would compile what it needs for counts that no test has
     os.environ.setdefault("FUSION_MOE_COMPILE_AHEAD", "0")
     if not every(config):
@@ -229,6 +238,16 @@ def no_trace(caplog: pytest.LogCaptureFixture) -> None:
 
 def _is_no_trace(record: logging.LogRecord) -> bool:
     return record.name != "torch.__trace"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_terminal() -> Iterator[None]:
+    """What is printed is as wide and as plain as into a file, whatever the environment asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        for name in "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE":
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -375,11 +394,12 @@ class _HowLong:
         self.config, self.begun, self.ran = config, time.monotonic(), 0
         self.lane = "full" if FULL_LANE else "base"
         self.key = f"fusion_moe/{self.lane}{'-all' * every(config)}"
+        self._cache = getattr(config, "cache", None)  # without it: -p no:cacheprovider
 
     def pytest_report_header(self) -> str:
         if not all_asked_for(self.config):
             return ""
-        if last := self.config.cache.get(self.key, None):
+        if self._cache and (last := self._cache.get(self.key, None)):
             return f"{last['tests']:,} tests: the last run here took {last['minutes']:.0f} minutes"
         count = ABOUT_ALL if every(self.config) else ABOUT
         tests = f"about {count:,} tests" if self.lane == "base" else "all tests"
@@ -389,9 +409,9 @@ class _HowLong:
         self.ran += report.when == "setup"
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus in (0, 1) and all_asked_for(self.config) and self.ran:
+        if self._cache and exitstatus in (0, 1) and all_asked_for(self.config) and self.ran:
             minutes = (time.monotonic() - self.begun) / 60
-            self.config.cache.set(self.key, {"tests": self.ran, "minutes": minutes})
+            self._cache.set(self.key, {"tests": self.ran, "minutes": minutes})
 
 
 class _StaleGoldens:

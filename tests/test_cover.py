@@ -1,12 +1,14 @@
-"""cover.py and `--all`: which tests run without it."""
+"""cover.py and `--all`: which tests run without it, and with which drawn examples."""
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 from pathlib import Path
 
 import pytest
 from cover import cover, few
+from hypothesis import given, settings, strategies as st
 
 pytest_plugins = ["pytester"]
 
@@ -36,6 +38,19 @@ def test_few_are_spread():
     (one, other) = few([(1, 2), pytest.param(3, 4, id="x", marks=pytest.mark.slow)])
     assert one == (1, 2)
     assert (other.values, other.id, len(other.marks)) == ((3, 4), "x", 2)
+
+
+def test_examples_are_the_same_whatever_was_imported(monkeypatch, tmp_path):
+    def drawn():
+        values = []
+        settings(max_examples=100)(given(st.integers())(lambda value: values.append(value)))()
+        return values
+
+    before = drawn()
+    (tmp_path / "of_numbers.py").write_text(f"NUMBERS = {list(range(1000, 2000))}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("of_numbers")
+    assert drawn() == before
 
 
 TESTS = """

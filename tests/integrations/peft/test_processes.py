@@ -29,7 +29,8 @@ def agreements(device: str, ranks: int, how: str = "torch") -> list[str]:
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSION_MOE_TARGET": target}
     fixed["DS_ACCELERATOR"] = device
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    # not by the name of the machine, which need have no address
+    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     done = subprocess.run(
         [*run, str(Path(__file__).with_name("processes.py")), str(MADE), device, how],
         env={**os.environ, **fixed},
