@@ -262,6 +262,16 @@ def native_calls() -> None:
         native.load()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_no_garbage() -> Iterator[None]:
+    """What a file leaves behind, as caches and modules, is looked through once: after thousands of
+    tests each full collection would take more than a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def precompiled_headers() -> None:
     import precompiled

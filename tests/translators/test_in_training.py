@@ -4,6 +4,7 @@ the epilogue of the first, its derivative and the sum for the scale in that of a
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,6 +64,7 @@ def test_operation_and_translator():
     check_translator(scaled_srelu, torch.randn(6, 8), torch.rand(6))
 
 
+@pytest.mark.usefixtures("call_by_call")
 def test_both_passes_are_fused():
     torch.manual_seed(0)
     mlp, rows = MLP(), torch.randn(12, 64).bfloat16()
