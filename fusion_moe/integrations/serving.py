@@ -16,6 +16,7 @@ from ..checkpoints import Scheme, check_scales_of
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_, update_weights_
+from ..nn.frozen import PackedModule
 from ..runtime.host_memory import pages
 from ..runtime.precompile import preparing
 
@@ -175,6 +176,9 @@ class Kept:
     def __init__(self, module: nn.Module):
         """module: prepared, so that its tensors stay where they are."""
         self.module = module
+        for m in module.modules():
+            if isinstance(m, PackedModule):
+                m.lent = True
         self._own = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
     def restored(self) -> Any:

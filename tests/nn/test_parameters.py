@@ -24,6 +24,7 @@ from fusion_moe import encodings, options
 from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.encodings.encoded import Encoded, EncodedParameter, plain
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.integrations.serving import Kept
 from fusion_moe.nn import Experts, NVFP4GroupedLinear, QuantizedLinear, add_lora_, prepare_
 
 E, H, I = 2, 64, 64
@@ -300,6 +301,15 @@ def test_parametrizations_are_refused_and_change_nothing():
             with pytest.raises(UnsupportedError, match=rf"{name} of .*, removed or parametrized"):
                 parametrize(module, name)
         assert same(parts_of(module), before)
+
+
+def test_an_engine_takes_parts_off_for_a_while():
+    module = experts()
+    before, kept = parts_of(module), Kept(module)
+    for name in dict(module.named_parameters()):
+        delattr(module, name)
+    assert kept.restored() is module
+    assert same(parts_of(module), before)
 
 
 def test_optimizers_leave_frozen_parts():

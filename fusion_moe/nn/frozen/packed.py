@@ -60,6 +60,7 @@ class PackedModule(nn.Module):
     transposed = False
     interleaved = False
     turned = False  # transposed, of which PEFT does not know (lora's factors.py)
+    lent = False  # an engine takes parameters off for a while, as when vLLM reloads
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class PackedModule(nn.Module):
         """As torch's; UnsupportedError for a part of a weight: torch's parametrizations, such as
         weight_norm, take a parameter away to compute it from others.
         """
-        if self.__dict__.get("forms") and name in self._parts_by_name():
+        if not self.lent and self.__dict__.get("forms") and name in self._parts_by_name():
             raise UnsupportedError(
                 f"{name} of {type(self).__name__}, removed or parametrized",
                 expected="a part of a weight in few bits, which stays one",
