@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import OptionError, UnsupportedError, need_one_of
+from ...errors import OptionError, ShapeError, UnsupportedError, need_one_of
 from ...nn import Experts, contract_of
 from ...nn.conversion.traced_activation import activation_of
 from ...nn.frozen import Projections
@@ -79,10 +79,13 @@ def parallelize_(
     results equal one process's. Parameters become new tensors of other shapes: create optimizers,
     `prepare_` and compile afterwards. State dicts have a rank's share. Fails before it changes
     anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot be
-    divided like this.
+    divided like this, ShapeError for ranks whose models have other sizes. In a call nothing checks
+    that tokens, experts a token and dtypes are as many and the same on all ranks: the process group
+    fails by its own errors.
     """
     division = Division(mesh, plan, tokens, dispatch, capacity, float32_sums)
     modules = division.modules(model)
+    division.need_alike(modules)
     for module in modules.values():
         experts = division.keep(module)
         division.join(module, experts)
@@ -143,6 +146,30 @@ class Division:
                         where="parallelize_",
                     )
         return modules
+
+    def need_alike(self, modules: Mapping[str, nn.Module]) -> None:
+        """ShapeError, on all ranks, unless they divide modules of the same names and sizes: the
+        sums of others would be taken for these.
+        """
+        sizes = {
+            name: f"{experts_of(m)} experts of {_features(m)} features in {type(m).__name__}"
+            for name, m in modules.items()
+        }
+        _ = self._memory  # which forbids multicast before NCCL makes a communicator
+        for dim in range(self.mesh.ndim):
+            group = self.mesh.get_group(dim)
+            of_ranks: list[Any] = [None] * self.mesh.size(dim)
+            distributed.all_gather_object(of_ranks, sizes, group)
+            for rank, theirs in enumerate(of_ranks):
+                for name in dict.fromkeys((*of_ranks[0], *theirs)):
+                    first, other = of_ranks[0].get(name, "none"), theirs.get(name, "none")
+                    if first != other:
+                        raise ShapeError(
+                            f"{name or 'the module'}: {other} on rank {rank} of the mesh",
+                            expected=f"{first}, as on rank 0",
+                            todo="every rank calls it with the same model",
+                            where="parallelize_",
+                        )
 
     def keep(self, module: nn.Module) -> int:
         """Keeps a rank's share of the weights, or on the meta device of their shapes. -> E over all

@@ -689,6 +689,18 @@ def ranks_that_disagree(mesh):
 
 
 @case
+def models_that_differ(mesh):
+    """Between ranks: refused on each, before anything is divided."""
+    last = mesh.size() - 1
+    for sizes in ((E - 1, H, I), (E, 2 * H, I)) if last else ():
+        module = experts(*sizes) if mesh.get_local_rank() == last else experts(E, H, I)
+        said = f"on rank {last} of the mesh; expected {E} experts of {H} features"
+        refuses(ShapeError, said, partial(parallelize_, module, mesh))
+        assert len(module.down_proj) == (sizes[0] if mesh.get_local_rank() == last else E)
+        assert not hasattr(module, "is_divided")
+
+
+@case
 def more_tokens_than_the_capacity(mesh):
     """The last ones do without the experts of that rank alone, forward and backward."""
     whole = experts(E, H, I)
