@@ -5,6 +5,7 @@ bit for bit.
     python benchmarks/offload_training.py --layers 12 --tokens 16384 4096
     python benchmarks/offload_training.py --model qwen3-235b --layers 4 --files FOLDER
     python benchmarks/offload_training.py --model tiny --tokens 64    # on a CPU: equal bits alone
+    python benchmarks/offload_training.py --model tiny --tokens 64 --steps 500    # flat memory
 
 Layers of experts of a model's sizes with random weights, LoRA of rank 16, and four frozen square
 products between them in place of attention, which is not computed, since it would add up gradients
@@ -154,19 +155,41 @@ def milliseconds(model: Layers, given: tuple[Tensor, ...]) -> float:
 
 def copies(model: Layers) -> float:
     """Milliseconds that the copies of a step take by themselves: all layers both ways, but for the
-    ends, which are there.
+    two last ones of each way, which are there.
     """
-    layer = model.layers[0]
-    device, at = layer.device, layer.storage.empty(layer.storage.experts, DEVICE)
-    away = (device.expert_map < 0).nonzero().flatten().tolist()
+    layers = model.layers
+    at = layers[0].storage.empty(layers[0].storage.experts, DEVICE)
+    return sum(_copying(layer, at) for layer in [*layers[2:], *layers[:-2]])
+
+
+def _copying(layer: Any, at: dict[str, Tensor]) -> float:
+    """Milliseconds of what is away of a layer."""
+    away = (layer.device.expert_map < 0).nonzero().flatten().tolist()
     times = []
     for _ in range(STEPS):
         synchronize()
         start = time.perf_counter()
-        device.fetch(away, at)
+        layer.device.fetch(away, at)
         synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    return (2 * len(model.layers) - 2) * sorted(times)[STEPS // 2]
+    return sorted(times)[STEPS // 2]
+
+
+def host_bytes() -> int:
+    """Of the process, without pages of files."""
+    with Path("/proc/self/status").open() as lines:
+        return 1024 * sum(int(s.split()[1]) for s in lines if s.startswith(("RssAnon", "RssShmem")))
+
+
+def many(model: Layers, given: tuple[Tensor, ...], steps: int) -> None:
+    """Prints what steps leave in the host's memory."""
+    x, ids, w = given
+    for number in range(1, steps + 1):
+        model.zero_grad()
+        model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+        if number in (steps // 10, steps // 2, steps):
+            synchronize()
+            print(f"after {number} steps {host_bytes() / 1e6:,.1f} MB of the host", flush=True)
 
 
 def main() -> None:
@@ -178,7 +201,11 @@ def main() -> None:
     parser.add_argument("--resident", type=float, default=0.1, help="share of experts in slots")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 4096])
     parser.add_argument("--files", type=Path, help="a folder for the second half of the layers")
+    parser.add_argument("--steps", type=int, help="so many, and what is in memory after them")
     args = parser.parse_args()
+    if args.steps:
+        many(built(args, away=True), inputs(args, args.tokens[0]), args.steps)
+        return
     there, results = built(args, away=False), {}
     for tokens in args.tokens:
         given = inputs(args, tokens)

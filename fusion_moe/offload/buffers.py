@@ -7,7 +7,8 @@ of a layer, those in slots too, in the layout of kernels.
         ...                                 # launches on the current stream that read `weights`
 
 Layers are fetched ahead in the order in which they were used before. Which one follows depends on
-where a layer was reached from: forward and backward go opposite ways.
+where a layer was reached from: forward and backward go opposite ways. Where they turn, the last two
+layers are not copied again: one is multiplied by, the other one is where it arrived.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class _Arrival:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Experts of a layer that are being copied. done: the event after which they are there, on a
-    GPU, or what went wrong.
+    """Experts of a layer that are being copied, or were. done: the event after which they are
+    there, on a GPU, or what went wrong.
     """
 
     key: tuple[int, int]
@@ -61,10 +62,11 @@ class Buffers:
     def __init__(self, layer: OffloadedExperts):
         device, storage = layer.device, layer.storage
         self._weights = storage.empty(storage.experts, device.on)
-        self._free = list[_Arrival]()
+        self._free = list[_Arriving]()  # with what arrived there last; the first since longest
         for _ in range(_AHEAD):
             tensors = storage.empty(storage.experts, device.on)
-            self._free.append(_Arrival(tensors, device.unpacker(tensors, self._weights)))
+            at = _Arrival(tensors, device.unpacker(tensors, self._weights))
+            self._free.append(_Arriving((-1, -1), (), at, Future()))
         self._side = torch.cuda.Stream(device.on) if device.on.type == "cuda" else None
         self._thread = None if device.copies_itself else ThreadPoolExecutor(1)
         self._turns = Turns(device.on)
@@ -111,9 +113,16 @@ class Buffers:
             path = path[1], following
 
     def _fetch(self, layer: OffloadedExperts, experts: Collection[int]) -> None:
-        """Begins to copy those of the experts that are in no slot, after all that was launched."""
-        in_slots, at = layer.device.expert_map, self._free.pop()
+        """Begins to copy those of the experts that are in no slot, after all that was launched,
+        unless they are where they arrived before.
+        """
+        in_slots = layer.device.expert_map
         away = [e for e in sorted(experts) if in_slots[e] < 0]
+        for i, before in enumerate(self._free):
+            if before.is_of(layer.key) and {*away} <= {*before.experts}:
+                self._arriving.append(self._free.pop(i))
+                return
+        at = self._free.pop(0).at
         if self._side:
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         if self._thread:
@@ -135,7 +144,7 @@ class Buffers:
         """The first that arrive, when they are there or have failed; their place is free."""
         arriving = self._arriving.pop(0)
         arriving.done.exception()
-        self._free.append(arriving.at)
+        self._free.append(arriving)
         return arriving
 
     def _settle(self, layer: OffloadedExperts) -> None:

@@ -120,10 +120,12 @@ def plan(
         kept = {"kv_tokens": 0, "workspace": needed - model.rest, "where": "plan"}
         whole = make(model, memory, ram, disk=disk, **kept)  # type: ignore[arg-type]
     away = 0.0 if whole is not None and whole.whole else 1 - (whole.resident if whole else 0)
-    passes = 2 - 2 / len(model.layers)  # forward and backward; the ends of both are there
+    # layers, forward and backward; where these turn, one is there, another one where it arrived
+    each = 1 / len(model.layers)
+    passes, unpacked = max(0, 2 - 4 * each), 2 - 2 * each
     filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
     copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
-    products += passes * bool(away) * model.experts / _UNPACK
+    products += unpacked * bool(away) * model.experts / _UNPACK
     advice = tuple(_advice(model, config, memory, step, whole, copies > products))
     return TrainPlan(step, memory, parts, whole, copies, products, advice)
 

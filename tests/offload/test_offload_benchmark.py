@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +99,31 @@ def test_of_training(monkeypatch, capsys):
     with torch.enable_grad():
         offload_training.main()
     assert "11 of 11 equal" in capsys.readouterr().out
+
+
+def test_what_many_steps_leave(monkeypatch, capsys):
+    monkeypatch.setattr(offload_training, "DEVICE", torch.device("cpu"))
+    given = ["--model", "tiny", "--layers", "3", "--tokens", "8", "--steps", "10"]
+    monkeypatch.setattr(sys, "argv", ["offload_training.py", *given])
+    with torch.enable_grad():
+        offload_training.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "5", "10"]
+
+
+def test_libraries_train_the_same_model(tmp_path, monkeypatch):
+    """Ours, with experts on the device and away: the same losses."""
+    pytest.importorskip("peft")
+    import finetune_peers
+
+    monkeypatch.setattr(finetune_peers, "DEVICE", "cpu")
+    monkeypatch.setattr(finetune_peers, "WARM", 1)
+    monkeypatch.setattr(finetune_peers, "STEPS", 1)
+    args = argparse.Namespace(config="tiny", layers=2, tokens=[64], resident=0.4, out=tmp_path)
+    losses = list[Any]()
+    with torch.enable_grad():
+        for name in ("fusion_moe", "offloaded"):
+            finetune_peers.measure(args, name)
+            losses.append(json.loads((tmp_path / f"{name}-64.json").read_text())["losses"])
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]

@@ -32,7 +32,7 @@ from fusion_moe.runtime.host_memory import pages
 
 pytestmark = pytest.mark.usefixtures("meaning_without_all")
 
-LAYERS = 3
+LAYERS = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -154,30 +154,33 @@ def test_encodings_and_biases(name):
     assert_equal(*found)
 
 
-def test_each_layer_is_copied_once_a_pass_and_ahead_of_its_use(monkeypatch):
-    _, found = both()
-    buffers, fetched = found.layers[0].layer_buffers, list[tuple[int, int]]()
-    own, used = buffers._fetch, list[int]()
+def test_copies_are_ahead_of_their_use_and_none_where_passes_turn(monkeypatch):
+    _, found = both(slots=2)
+    buffers = found.layers[0].layer_buffers
+    number = {layer.device: i for i, layer in enumerate(found.layers)}
+    own, hold, used, copied = Pretended.fetch, buffers.hold, list[int](), list[tuple[int, int]]()
 
-    def fetch(layer: OffloadedExperts, wanted: Any) -> None:
-        fetched.append((used[-1], layer._number - found.layers[0]._number))
-        own(layer, wanted)
-
-    hold = buffers.hold
+    def fetch(self: Pretended, wanted: Any, arrival: Any) -> None:
+        copied.append((used[-1], number[self]))
+        own(self, wanted, arrival)
 
     def held(layer: OffloadedExperts, named: Any) -> Any:
-        used.append(layer._number - found.layers[0]._number)
+        used.append(number[layer.device])
         return hold(layer, named)
 
     assert all(layer.layer_buffers is buffers for layer in found.layers)
     for _ in range(2):
         gradients(found, 40, torch.bfloat16)
-    monkeypatch.setattr(buffers, "_fetch", fetch)
+    before = [layer.counters.copied for layer in found.layers]
+    monkeypatch.setattr(Pretended, "fetch", fetch)
     monkeypatch.setattr(buffers, "hold", held)
     gradients(found, 40, torch.bfloat16)
-    assert used == [0, 1, 2, 2, 1, 0]
-    # while one is used: the one after the next; the last one is there when its backward begins
-    assert fetched == [(1, 1), (2, 0), (1, 1), (0, 2)]
+    assert used == [*range(LAYERS), *reversed(range(LAYERS))]
+    # while one is used: the one after the next; not the one that was used before the last one
+    assert copied == [(1, 3), (3, 1), (2, 0), (0, 2)]
+    counted = [layer.counters.copied for layer in found.layers]
+    away = [int((layer.device.expert_map < 0).sum()) for layer in found.layers]
+    assert [b - a for a, b in zip(before, counted, strict=True)] == away
 
 
 def test_few_tokens_copy_the_experts_that_they_name():
@@ -185,9 +188,9 @@ def test_few_tokens_copy_the_experts_that_they_name():
     _, ids, _ = tokens(1)
     gradients(found, 1, torch.bfloat16)
     named = len({e for e in ids.flatten().tolist() if e >= 0})
-    first, last = found.layers[0].counters, found.layers[-1].counters
-    assert (first.copied, last.copied) == (2 * named, named)
-    assert first.bytes_copied == first.copied * found.layers[0].storage.nbytes
+    assert [layer.counters.copied // named for layer in found.layers] == [2, 2, 1, 1]
+    layer = found.layers[0]
+    assert layer.counters.bytes_copied == layer.counters.copied * layer.storage.nbytes
 
 
 def test_weights_that_change_in_between_are_an_error():

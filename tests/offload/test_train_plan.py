@@ -65,7 +65,7 @@ def test_what_does_not_fit_says_what_to_change():
     assert not fits.plan.whole
     assert sum(fits.parts.values()) + fits.plan.in_slots <= fits.memory
     assert "max_memory={0: " in fits.advice[0]
-    copies = (1 - fits.plan.resident) * model.experts * (2 - 2 / 48)
+    copies = (1 - fits.plan.resident) * model.experts * (2 - 4 / 48)
     assert fits.copies == pytest.approx(copies / 5e10)
     assert fits.tokens_per_second == pytest.approx(16384 / fits.products)
     few = plan(model, BIG, 24 * 10**9, Step(512, rank=8, chunked_loss=True))
@@ -83,7 +83,7 @@ def test_experts_in_files_are_read_from_a_disk():
     found = plan(model, BIG, 24 * 10**9, step, 10**10, disk=10**11)
     assert found.plan is not None
     assert found.plan.filed == found.plan.in_files * model.layers[0].whole > 0
-    read = (1 - found.plan.resident) * found.plan.filed * (2 - 2 / 48) / DISK
+    read = (1 - found.plan.resident) * found.plan.filed * (2 - 4 / 48) / DISK
     assert read < found.copies < 1.2 * read
     assert '"cpu": "9.3GiB"}, kv_tokens=0, offload_folder=' in found.advice[0]
     assert "of experts, in files: " in str(found)
