@@ -127,19 +127,27 @@ class ExpertsMethod(FusedMoEMethodBase):
         """Loads tensors of a layer's experts, by their names after "experts."."""
         deque(layer.load_weights(rounded(layer, tensors)), maxlen=0)
 
-    def renew_(self, layer: Any, name: str, t: Tensor) -> bool:
-        """Whether a tensor was rounded into the weights that are served: floats of all experts,
-        name after "experts.", where each expert is whole on this rank. Others vLLM divides first.
+    def whole(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight of all experts, by its name after "experts.", that `renew_` takes:
+        where experts are served and, if that is the shape of a model, whole on this rank. () where
+        vLLM has to load it.
         """
         if self.kept is None or self.moe.moe_parallel_config.enable_eplb:
-            return False
+            return ()
         experts, projection = self.kept.restored(), name.removesuffix("_proj")
-        if projection not in experts.projections or not is_rounded(self, name, t):
+        if projection not in experts.projections:
+            return ()
+        return (self.moe.num_experts, *experts.shape_of(projection)[1:])
+
+    def renew_(self, layer: Any, name: str, t: Tensor) -> bool:
+        """Whether a tensor was rounded into the weights that are served: floats of all experts, as
+        `whole`. Others vLLM divides first.
+        """
+        if not is_rounded(self, name, t) or t.shape != self.whole(name) or self.kept is None:
             return False
-        count, *matrix = experts.shape_of(projection)
-        if t.shape != (self.moe.num_experts, *matrix):
-            return False
+        experts: Any = self.kept.module
         check_finite(t, experts.encoding, f"{layer.layer_name}.{name}")
+        count, *_ = experts.shape_of(name.removesuffix("_proj"))
         self.kept.update_({name: t.narrow(0, self.first_expert or 0, count)})
         get_layerwise_info(layer).load_numel_total = 0  # vLLM misses no tensors
         return True

@@ -5,7 +5,7 @@ has them, which are rounded to what a running engine serves and go on in the for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -64,14 +64,22 @@ class _Experts(WeightsMapper):
         return self._mapper.apply(self._others(self._rounded(weights)))
 
     def _rounded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        gathered: dict[tuple[Any, ...], _Gathered] = {}
         for name, t in weights:
             before, _, expert = name.partition(_EXPERTS)
             layer = self._layers.get(f"{before}.experts")
             if layer is None or layer.quant_method.loads(layer, expert):
                 yield name, t
+            elif place := _place(layer, expert, t):
+                weight, *where = place
+                key = before, weight, t.dtype, t.device
+                of_all = gathered.setdefault(key, _Gathered(layer.quant_method.whole(weight)))
+                if of_all.add(expert, where, t):
+                    layer.quant_method.renew_(layer, weight, gathered.pop(key).values)
             elif not layer.quant_method.renew_(layer, expert, t):
-                for part, stored in rounded(layer, [(expert, t)]):
-                    yield f"{before}{_EXPERTS}{part}", stored
+                yield from _named(before, rounded(layer, [(expert, t)]))
+        for (before, *_), of_some in gathered.items():
+            yield from _named(before, rounded(self._layers[f"{before}.experts"], of_some.matrices))
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for layer, tensors in groupby(weights, self._layer):
@@ -84,6 +92,56 @@ class _Experts(WeightsMapper):
         before, _, name = named[0].partition(_EXPERTS)
         layer = self._layers.get(f"{before}.experts")
         return layer if layer is not None and layer.quant_method.loads(layer, name) else None
+
+
+def _named(before: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, t in tensors:
+        yield f"{before}{_EXPERTS}{name}", t
+
+
+class _Gathered:
+    """A weight of all experts, of whose matrices some have come: copies, as a trainer may use a
+    tensor again. vLLM's loader would take about 0.3 ms for each.
+    """
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape, self._places = shape, dict[str, tuple[int, int, int]]()
+        self.values = torch.empty(0)
+
+    def add(self, name: str, where: Sequence[int], t: Tensor) -> bool:
+        """Whether all are there with this one, which begins at a row of an expert."""
+        if not self._places:
+            self.values = t.new_empty(self.shape)
+        expert, row = where
+        self._places[name] = expert, row, len(t)
+        self.values[expert, row : row + len(t)].copy_(t)
+        return len(self._places) * len(t) == self.shape[0] * self.shape[1]
+
+    @property
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that have come, by their names."""
+        for name, (expert, row, rows) in self._places.items():
+            yield name, self.values[expert, row : row + rows]
+
+
+def _place(layer: Any, name: str, t: Tensor) -> tuple[str, int, int] | None:
+    """Where a matrix of one expert, in floats, is in a weight of all: its name, the expert, the
+    first row. None for a tensor that vLLM loads.
+    """
+    method = layer.quant_method
+    expert, _, projection = name.removesuffix(".weight").rpartition(".")
+    if not expert.isdigit() or t.dim() != 2 or not is_rounded(method, name, t):
+        return None
+    gate, up, down = (getattr(layer, f"ckpt_{p}_proj_name") for p in ("gate", "up", "down"))
+    first, second = (f"{p}_proj" for p in method.kept.module.projections)
+    parts = [down] if projection == down else [gate, up][-method.moe.w13_num_shards :]
+    weight = second if projection == down else first
+    experts, rows, columns = method.whole(weight) or (0, 0, 0)
+    if projection not in parts or int(expert) >= experts:
+        return None
+    if t.shape != (rows // len(parts), columns):
+        return None
+    return weight, int(expert), parts.index(projection) * len(t)
 
 
 _FUSED = "gate_up_proj", "up_proj", "down_proj"

@@ -3,8 +3,8 @@
 and after, and by a new engine of a directory of the trainer's weights, in the same format.
 
 Arguments: a folder to write to, a format, whether a trainer shares the parameters ("2") or has
-all of them ("1"), and whether it sends all experts of a layer together ("whole") or down_proj of
-one after the other ("mixed").
+all of them ("1"), and whether it sends all experts of a layer together ("whole"), one after the
+other ("each"), or some of both, and these in two dtypes ("mixed").
 """
 
 from __future__ import annotations
@@ -108,18 +108,30 @@ def main() -> None:
     found["before"], where = generated(llm), addresses(llm)
     ours, theirs = mp.Pipe()
     rendezvous = f"file://{folder}/rendezvous"
-    trainers = mp.start_processes(
-        train, (ranks, new, rendezvous, theirs), nprocs=ranks, join=False, start_method="spawn"
+    trainers = mp.start_processes(  # which end with this process, also after an error
+        train, (ranks, new, rendezvous, theirs), ranks, False, daemon=True, start_method="spawn"
     )
+
+    buffer = torch.empty(1 << 16, dtype=torch.bfloat16)  # used again, as NCCL's are
+
+    def alone(name: str, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices of all experts one by one, every second in float32 if forms are mixed."""
+        before, projection = name.split(".experts.")
+        parts = ["down_proj"] if projection == "down_proj" else ["gate_proj", "up_proj"]
+        for e, both in enumerate(t):
+            for part, matrix in zip(parts, both.chunk(len(parts)), strict=True):
+                sent = buffer[: matrix.numel()].view_as(matrix).copy_(matrix)
+                sent = sent.float() if form == "mixed" and e % 2 else sent
+                yield f"{before}.experts.{e}.{part}.weight", sent
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for name, sent in iter(ours.recv, None):
-            t, down = torch.from_numpy(sent).view(torch.bfloat16), ".down_proj"
-            if form == "mixed" and name.endswith(down):
-                for e, matrix in enumerate(t):
-                    yield f"{name.removesuffix(down)}.{e}{down}.weight", matrix
-            else:
+            t = torch.from_numpy(sent).view(torch.bfloat16)
+            whole = form == "whole" or (form == "mixed" and "down_proj" not in name)
+            if whole or ".experts." not in name:
                 yield name, t
+            else:
+                yield from alone(name, t)
 
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": parameters()})
     llm.reset_prefix_cache()
