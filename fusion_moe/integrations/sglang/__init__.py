@@ -1,6 +1,6 @@
 """A plug-in for SGLang that serves experts in NVFP4 and MXFP4 with this library's operations.
 
-    python -m sglang.launch_server --model-path DIRECTORY --quantization fusion_moe
+    sglang serve --model-path DIRECTORY --quantization fusion_moe
 
 SGLang calls `register`, the entry point in the group `sglang.srt.plugins`, in each of its
 processes; SGLANG_PLUGINS says which plug-ins it loads.
