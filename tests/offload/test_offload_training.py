@@ -313,14 +313,19 @@ def test_bad_input(golden):
     )
 
 
-def live_bytes() -> int:
-    """Of all tensors of this process."""
+def live() -> list[Tensor]:
+    """All tensors of this process."""
     gc.collect()
+    kinds = Tensor, nn.Parameter, EncodedParameter
+    return [t for t in gc.get_objects() if type(t) in kinds and t.device.type == "cpu"]
+
+
+def live_bytes() -> int:
+    """Of their memory."""
     stores = {}
-    for t in gc.get_objects():
-        if type(t) in (Tensor, nn.Parameter, EncodedParameter) and t.device.type == "cpu":
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # those without memory
-                stores[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    for t in live():
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # those without memory
+            stores[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     return sum(stores.values())
 
 
@@ -328,7 +333,7 @@ def live_bytes() -> int:
 def test_memory_stays_as_it_is_over_many_steps():
     """With checkpoints and without, of many tokens and few, while the cache changes."""
     _, found = both()
-    used = []
+    used, others = [], live()  # what other tests left stays meanwhile
     for step in range(52):
         found.reentrant = (None, False)[step % 2]
         for layer in found.layers if step % 10 == 9 else ():
@@ -338,6 +343,7 @@ def test_memory_stays_as_it_is_over_many_steps():
         if step in (11, 51):
             used.append(live_bytes())
     assert used[0] == used[1]
+    del others
     buffers = found.layers[0].layer_buffers
     assert len(buffers._arriving) + len(buffers._free) == 2
 
