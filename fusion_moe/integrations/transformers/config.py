@@ -122,10 +122,13 @@ def experts_config(asked: Any) -> dict[str, Any] | None:
     return asdict(nn_config.NVFP4Config("fp8", "fp8"))
 
 
-def check_experts_per_token(config: Any) -> None:
+def check_experts_per_token(model: type, config: Any) -> None:
     """CheckpointError for a configuration by which a token has more experts than there are, or
-    none: routers would say it in torch's words, or choose nothing.
+    none: transformers' routers would say it in torch's words, or choose nothing. model: its class;
+    one from elsewhere may choose by other entries.
     """
+    if not all(of.__module__.startswith("transformers.") for of in (model, type(config))):
+        return
     for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
         if not isinstance(part, PreTrainedConfig):
             continue

@@ -170,10 +170,10 @@ def _loaded(
         _check_json(directory, kwargs)
     arguments, written = kwargs, opened.config if opened else None
     config, kwargs = _configuration(directory, kwargs, written)
-    check_experts_per_token(config)
     if directory is not None and not opened:
         _check_tensors(directory, arguments)
     auto_class = auto_class or _class_named(config, where, kwargs)
+    check_experts_per_token(auto_class, config)
     if quantization := quantization_of(config.to_dict()) or (
         _beside(directory, _some_of(kwargs, _OF_HUB)) if directory and not opened else {}
     ):

@@ -124,7 +124,7 @@ class FusionMoeQuantizer(HfQuantizer):
                 todo="fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each "
                 "rank's experts, without those plans",
             )
-        check_experts_per_token(model.config)
+        check_experts_per_token(type(model), model.config)
         self._model, tensors = model, state_dict.get()
         share = tensors.share if tensors else None
         if not self.pre_quantized:
