@@ -165,16 +165,16 @@ def plan(
             expected=f"a directory or, with --train, --config of {', '.join(SIZES)}",
             where="plan",
         )
-    of_training = {
+    of_step: dict[str, Any] = {
         "tokens": tokens,
         "rank": rank,
         "checkpointing": checkpointing,
-        "chunked-loss": chunked_loss or None,
-        "link": link,
-        "tflops": tflops,
+        "chunked_loss": chunked_loss or None,
     }
-    others = {"kv-tokens": kv_tokens} if train else of_training
-    if ignored := [f"--{name}" for name, value in others.items() if value is not None]:
+    others = {"kv_tokens": kv_tokens} if train else {**of_step, "link": link, "tflops": tflops}
+    if ignored := [
+        f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None
+    ]:
         raise OptionError(
             f"{' '.join(ignored)} {'with' if train else 'without'} --train",
             expected="--train, which plans a step that trains adapters"
@@ -195,7 +195,7 @@ def plan(
     of, (model, sizes) = config or str(directory), _model(directory, config, train)
     disk = None if offload_folder is None else folders.free(offload_folder, "plan")
     if train:
-        step = train_plan.Step(tokens or 4096, rank or 16, checkpointing is not False, chunked_loss)
+        step = train_plan.Step(**{k: v for k, v in of_step.items() if v is not None})
         speed = link * 1e9, tflops * 1e12 if tflops else train_plan.FLOPS[gpu]
         made = train_plan.plan(model, sizes, memory, step, held, *speed, disk)
         return TrainPlanned(of, gpu, made)
