@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -114,6 +115,27 @@ class State:
         return Own, (self.inner,)
 
 
+def patching(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for `Patched`, from one of (module, state, *args, **kwargs): a copy of the module
+    computes as its own does.
+    """
+    key = _key(forward)
+
+    @wraps(forward)
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(module, key)
+        if isinstance(state, Own):
+            return state.inner(*args, **kwargs)
+        return forward(module, state, *args, **kwargs)
+
+    return called
+
+
+def _key(forward: Callable[..., Any]) -> str:
+    """The attribute that has the state."""
+    return f"fusion_moe{forward.__name__}"
+
+
 class Patched:
     """Calls of a module go to `forward(module, *args, **kwargs)` instead, which has the
     module's own as `state.inner`; compiled code sees it. An inner one of the same kind takes the
@@ -122,7 +144,7 @@ class Patched:
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any], state: State):
-        self.module, self.key = module, f"fusion_moe{forward.__name__}"
+        self.module, self.key = module, _key(forward)
         attributes = vars(module)
         self.before = {key: attributes.get(key) for key in ("forward", self.key)}
         outer = self.before[self.key]

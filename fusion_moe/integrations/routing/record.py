@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layers import Own, Patched, State, layers_of, positional
+from .layers import Patched, State, layers_of, patching, positional
 from .routing import Routing, Rows
 
 
@@ -64,10 +64,8 @@ class _Record(State):
             self.calls.append((ids, weights if self.weights else None))
 
 
-def _recorded(module: Any, *args: Any, **kwargs: Any) -> Any:
-    record = module.fusion_moe_recorded
-    if isinstance(record, Own):
-        return record.inner(*args, **kwargs)
+@patching
+def _recorded(module: Any, record: _Record, *args: Any, **kwargs: Any) -> Any:
     args = positional(args, kwargs)
     # a compiled graph may write its next results where these are
     record.keep(args[1], args[2], torch.compiler.is_compiling())

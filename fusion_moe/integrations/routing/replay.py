@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import GroupsError, ShapeError, UnsupportedError, need_one_of
 from ...messages import count, some
-from .layers import ExpertsLayer, Own, Patched, State, layers_of, positional
+from .layers import ExpertsLayer, Patched, State, layers_of, patching, positional
 from .routing import Routing, Rows
 
 _TOPK = torch.topk, torch.Tensor.topk
@@ -247,14 +247,13 @@ class _Step(State):
         self.replay, self.given, self.partial = replay, given, replay.partial
 
 
-def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
+@patching
+def _replaced(module: Any, step: _Step, *args: Any, **kwargs: Any) -> Any:
     """The forward of experts: with the ids and weights that are given."""
-    step = module.fusion_moe_replaced
-    if isinstance(step, Own):
-        return step.inner(*args, **kwargs)
     step.replay.count()
     x, ids, weights, *rest = positional(args, kwargs)
     given = step.given
+    assert given.weights is not None  # None are for routers alone
     given.need_rows(len(ids))
     if ids.shape != given.ids.shape:
         raise _other_k(given, ids.shape[1])
@@ -265,21 +264,17 @@ def _replaced(module: Any, *args: Any, **kwargs: Any) -> Any:
     return step.inner(x, chosen, of_them, *rest, **kwargs)
 
 
-def _refused(module: Any, *args: Any, **kwargs: Any) -> Any:
+@patching
+def _refused(module: Any, step: _Step, *args: Any, **kwargs: Any) -> Any:
     """The forward of experts that the routing has no rows of."""
-    step = module.fusion_moe_refused
-    if isinstance(step, Own):
-        return step.inner(*args, **kwargs)
     args = positional(args, kwargs)
     step.given.need_rows(len(args[1]))
     return step.inner(*args, **kwargs)
 
 
-def _chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+@patching
+def _chosen(module: Any, step: _Step, *args: Any, **kwargs: Any) -> Any:
     """The forward of a router: topk among its experts returns those that are given."""
-    step = module.fusion_moe_chosen
-    if isinstance(step, Own):
-        return step.inner(*args, **kwargs)
     step.replay.count()
     inner = step.inner
     if "topk_router" in getattr(inner, "__code__", _chosen.__code__).co_names:
