@@ -75,7 +75,7 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
         emitted = [in_place_of_kernel(s, to) or emit(s, to) for s in lowered.segments]
         kernels, joined = backend_of(to).join(lowered.stages[-1][1], emitted)
     program = Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
-    return replace(program, dumped=dump.program(program, with_))
+    return replace(program, dumped=dump.program(lowered.stages, kernels, to.name, with_))
 
 
 def check(fusion: Fusion, to: Target, with_: Options) -> str:

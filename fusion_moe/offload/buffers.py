@@ -17,18 +17,29 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..runtime.turns import Turns
-from .device import runs
-
-if TYPE_CHECKING:
-    from .experts import OffloadedExperts
+from .device import Device, HostStorage, runs
 
 _AHEAD = 2  # layers that are on their way: the link never waits for a product
+
+
+class Layer(Protocol):
+    """What buffers read of a layer (`experts.OffloadedExperts`)."""
+
+    device: Device
+    storage: HostStorage
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The layer's number, and the version of its weights."""
+
+    def unchanging(self) -> Any:
+        """A context in which the same experts stay in slots."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Buffers:
     """For layers like one, on its device. Each has room for all experts of a layer."""
 
     @torch.inference_mode(False)  # later calls, in whatever mode, write there
-    def __init__(self, layer: OffloadedExperts):
+    def __init__(self, layer: Layer):
         device, storage = layer.device, layer.storage
         self._weights = storage.empty(storage.experts, device.on)
         self._free = list[_Arriving]()  # with what arrived there last; the first since longest
@@ -73,14 +84,12 @@ class Buffers:
         self._arriving = list[_Arriving]()  # in this order
         self._key: tuple[int, int] | None = None  # of the layer in `weights`, of which
         self._there: set[int] = set()  # these experts are there
-        self._path: tuple[OffloadedExperts | None, ...] = (None, None)  # the last two layers
-        self._next: dict[tuple[OffloadedExperts | None, ...], OffloadedExperts] = {}
+        self._path: tuple[Layer | None, ...] = (None, None)  # the last two layers
+        self._next: dict[tuple[Layer | None, ...], Layer] = {}
         self._slots: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by a layer's number
 
     @contextlib.contextmanager
-    def hold(
-        self, layer: OffloadedExperts, named: Collection[int]
-    ) -> Iterator[Mapping[str, Tensor]]:
+    def hold(self, layer: Layer, named: Collection[int]) -> Iterator[Mapping[str, Tensor]]:
         """The weights of a layer, with these experts at least, for launches on the current stream.
         After an error no later call takes for whole what is half copied.
         """
@@ -93,7 +102,7 @@ class Buffers:
                 self._fetch_ahead()
             yield self._weights
 
-    def _fill(self, layer: OffloadedExperts, named: set[int]) -> None:
+    def _fill(self, layer: Layer, named: set[int]) -> None:
         if self._key != layer.key:
             self._key, self._there = layer.key, set()
         while missing := named - self._there:
@@ -112,7 +121,7 @@ class Buffers:
                 return  # another order than when they were fetched
             path = path[1], following
 
-    def _fetch(self, layer: OffloadedExperts, experts: Collection[int]) -> None:
+    def _fetch(self, layer: Layer, experts: Collection[int]) -> None:
         """Begins to copy those of the experts that are in no slot, after all that was launched,
         unless they are where they arrived before.
         """
@@ -135,7 +144,7 @@ class Buffers:
                 done.set_exception(error)
         self._arriving.append(_Arriving(layer.key, away, at, done))
 
-    def _copy(self, layer: OffloadedExperts, experts: Sequence[int], at: _Arrival) -> Any:
+    def _copy(self, layer: Layer, experts: Sequence[int], at: _Arrival) -> Any:
         with torch.cuda.stream(self._side) if self._side else contextlib.nullcontext():
             layer.device.fetch(experts, at.tensors)
             return self._side.record_event() if self._side else None
@@ -147,7 +156,7 @@ class Buffers:
         self._free.append(arriving)
         return arriving
 
-    def _settle(self, layer: OffloadedExperts) -> None:
+    def _settle(self, layer: Layer) -> None:
         """Puts what has arrived, and what is in slots, to where products read it."""
         arriving = self._drop()
         event = arriving.done.result()
@@ -161,7 +170,7 @@ class Buffers:
         torch.autograd.graph.increment_version([*self._weights.values()])  # kernels wrote
         self._there |= {*arriving.experts, *in_slots.tolist()}
 
-    def _from_slots(self, layer: OffloadedExperts) -> Tensor:
+    def _from_slots(self, layer: Layer) -> Tensor:
         """Copies the experts that are in slots, on the device; returns which ones."""
         device, expert_map = layer.device, layer.device.expert_map
         there = (expert_map >= 0).nonzero().flatten()
@@ -176,7 +185,7 @@ class Buffers:
         return there
 
 
-def needed(layer: OffloadedExperts) -> int:
+def needed(layer: Layer) -> int:
     """Bytes of the buffers for layers like one."""
     return (1 + _AHEAD) * layer.storage.experts * layer.storage.nbytes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +17,25 @@ from ..bodies.autograd import Differentiated, Step, refuse_transforms
 from ..definitions.operations import SPECS, Call, bind, each_tensor
 from ..errors import UnsupportedError
 from ..runtime import cuda
-
-if TYPE_CHECKING:
-    from .experts import OffloadedExperts
+from . import buffers
 
 _WHERE = "offload"
 
 
-def run(
-    layer: OffloadedExperts, x: Tensor, ids: Tensor, w: Tensor, adapters: Mapping[str, Any]
-) -> Tensor:
+class Layer(buffers.Layer, Protocol):
+    """What a step reads of a layer."""
+
+    @property
+    def layer_buffers(self) -> buffers.Buffers:
+        """Those through which its experts go."""
+
+    def arguments(
+        self, x: Tensor, ids: Tensor, w: Tensor, weights: Mapping[str, Tensor], more: Any
+    ) -> dict[str, Any]:
+        """Those of the operation, with weights that are on the device."""
+
+
+def run(layer: Layer, x: Tensor, ids: Tensor, w: Tensor, adapters: Mapping[str, Any]) -> Tensor:
     """x [T, H], ids int[T, k], w [T, k] -> [T, H]. adapters: arguments of the operation."""
     if x.is_cuda and cuda.capturing():
         raise UnsupportedError(
@@ -61,7 +70,7 @@ class _Step:
     """
 
     step: Step
-    layer: OffloadedExperts
+    layer: Layer
     named: Collection[int]
     reads: Sequence[str]
     key: tuple[int, int]
@@ -69,7 +78,7 @@ class _Step:
     parts = None
 
     @classmethod
-    def of(cls, layer: OffloadedExperts, call: Call, named: Collection[int]) -> _Step:
+    def of(cls, layer: Layer, call: Call, named: Collection[int]) -> _Step:
         step, names = Step.of_call(call), [*call.tensors]
         of_storage = [name if name in layer.storage.tensors else "" for name in names]
         reads = [

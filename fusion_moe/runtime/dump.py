@@ -23,34 +23,38 @@ import contextlib
 import contextvars
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import options
 from ..errors import BuildError
+from ..ir import Fusion
+from .kernel import Kernel
 from .store import key_of
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-    from .program import Program
 
 _DIGITS = 12
 _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
 
 
-def program(compiled: Program, with_: options.Options) -> Path | None:
-    """Writes the stages and segments of a program. Returns its folder; None if none is requested.
-    BuildError if writing fails.
+def program(
+    stages: Sequence[tuple[str, Fusion]],
+    kernels: Sequence[Kernel],
+    target: str,
+    with_: options.Options,
+) -> Path | None:
+    """Writes a program: its Fusion after each pass, by name, and its segments. Returns its folder;
+    None if none is requested. BuildError if writing fails.
     """
     if not with_.dump:
         return None
-    key = key_of(str(compiled.stages[0][1]), with_.key())[:_DIGITS]
-    folder = Path(with_.dump).expanduser().absolute() / f"{compiled.target.name}-{key}"
-    for i, (name, fusion) in enumerate(compiled.stages):
+    key = key_of(str(stages[0][1]), with_.key())[:_DIGITS]
+    folder = Path(with_.dump).expanduser().absolute() / f"{target}-{key}"
+    for i, (name, fusion) in enumerate(stages):
         _write(folder / f"{i}-{name}.txt", str(fusion))
-    for i, kernel in enumerate(compiled.kernels):
+    for i, kernel in enumerate(kernels):
         _segment(folder, f"segment{i}-{kernel.segment.kind}", kernel)
     return folder
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import options
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .program import Program
 
 
 class Recorder(Protocol):
@@ -23,13 +21,13 @@ class Recorder(Protocol):
 
     def launched(
         self,
-        program: Program,
+        program: Any,
         tensors: Sequence[Tensor],
         sizes: Mapping[str, int],
         ends: Tensor | None,
     ) -> None:
-        """Called after Python has launched a program on these inputs. ends: i32[G], of the rows of
-        its first product, valid until the next call; None if they are not in memory.
+        """Called after Python has launched a `program.Program` on these inputs. ends: i32[G], of
+        the rows of its first product, valid until the next call; None if they are not in memory.
         """
 
     def compiled(self, name: str, start: float, seconds: float) -> None:

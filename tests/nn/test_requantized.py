@@ -27,7 +27,7 @@ from fusion_moe.encodings import (
 from fusion_moe.encodings.requantized import requantizable, requantize
 from fusion_moe.errors import OptionError
 from fusion_moe.nn import Experts, add_lora_, merge_lora_, update_weights_
-from fusion_moe.nn.frozen import requantized
+from fusion_moe.nn.frozen import adaptable
 
 E, H, I, T, SLOTS = 4, 160, 192, 6, 2
 
@@ -138,7 +138,7 @@ def test_products_read_what_was_requantized(encoding):
 
 
 def test_both_reads_by_the_number_of_rows(monkeypatch):
-    monkeypatch.setattr(requantized, "FROM", 3)
+    monkeypatch.setattr(adaptable, "FROM", 3)
     experts, packed = module(), module()
     prepare_(experts, weights="both")
     assert torch.equal(experts(*inputs(5)), packed(*inputs(5)))

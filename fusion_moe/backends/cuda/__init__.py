@@ -11,6 +11,7 @@ added.py        a product that joins the accumulators of another, as an adapter'
 fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
                 matrices; dgrad of weights in few bits
+routing.py      what runs before products: routers (router.py), and what sorts rows by expert
 collective.py   what ranks exchange by stores into each other's memory
 readers.py      the readers of weights: derived from descriptors, or written
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how

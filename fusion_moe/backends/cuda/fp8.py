@@ -39,6 +39,7 @@ from .gemm import (
 from .grouped_mm import UNQUANTIZED, ByVariants
 from .heuristics import AUTO, Chosen
 from .mma_tile import mma_tile
+from .routing import made_first
 from .source import Array, Boxes, KernelSource, Sizes
 from .variants import Variant
 from .vectors import VECTOR, VectorElements, follow
@@ -158,7 +159,7 @@ class ByCodes(DecodedRows):
         """Routing; rows sorted; the product; its rows quantized; sums of them."""
         return [
             reset_tile_counter(self),
-            *self.made_first(sizes, chosen.any_size),
+            *made_first(self, sizes, chosen.any_size),
             *([self.once(self._sort)] if self._sorted and chosen.by_wgmma else []),
             self._product_of_codes(sizes, arch, chosen.without_rest),
             *([] if chosen.by_wgmma else self._quantized()),
@@ -344,7 +345,7 @@ class CodesWgrad(Wgrad):
         product = product_kernel(
             self, "fp8_wgrad", (_CLUSTER,), self._functions, tiles, arch, boxes, cluster=_CLUSTER
         )
-        return [*self.made_first(sizes, chosen.any_size), product]
+        return [*made_first(self, sizes, chosen.any_size), product]
 
 
 def _box_rows(read: Sequence[Index], width: int) -> int:

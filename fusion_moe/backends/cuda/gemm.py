@@ -29,6 +29,7 @@ from .columns import column_function, need_whole
 from .grouped_mm import LARGE_M_COLUMNS, PlannedSource, need_groups
 from .heuristics import Chosen
 from .mma_tile import MMA_NEEDS, MMA_THREADS, mma_tile, warp_columns
+from .routing import made_first
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
 from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
@@ -91,7 +92,7 @@ class Gemm(PlannedSource):
         """Routing; computed activations; the product; sums over its tiles and rows."""
         return [
             reset_tile_counter(self),
-            *self.made_first(sizes, chosen.any_size),
+            *made_first(self, sizes, chosen.any_size),
             *self.operand.made(),
             self._product(sizes, arch, chosen.without_rest),
             *self.sums(self._parts(sizes, arch)),
@@ -287,7 +288,7 @@ class Wgrad(Source):
         product = product_kernel(self, "wgrad", (m, n), self._functions, tiles, arch, boxes)
         return [
             reset_tile_counter(self),
-            *self.made_first(sizes, chosen.any_size),
+            *made_first(self, sizes, chosen.any_size),
             *results,
             product,
         ]

@@ -15,6 +15,7 @@ from . import added
 from .columns import Columns, columns
 from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
+from .routing import made_first
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import Matrices, Variant
 from .vectors import Store, VectorElements
@@ -204,7 +205,7 @@ class ByVariants(PlannedSource):
         """Routing; activations that are computed, or needed in fragment order; the product; sums of
         its rows.
         """
-        first = self.made_first(sizes, chosen.any_size, without=self._problem)
+        first = made_first(self, sizes, chosen.any_size, without=self._problem)
         prologue = (
             []
             if chosen.reads_fragment_order

@@ -29,6 +29,7 @@ from ..cxx.sums import Reduction
 from ..inexpressible import Inexpressible, naming
 from . import block_copies, copies, e2m1_copies, router
 from .heuristics import Chosen
+from .routing import made_first
 from .source import THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Store, WholeEights, of_eight
 
@@ -76,7 +77,7 @@ class Loops(Source):
         """Routing; sums and copies, in order; then the results, with one kernel for all results
         that have as many elements.
         """
-        return [*self.made_first(sizes, chosen.any_size), *self.once(self._after_routing)]
+        return [*made_first(self, sizes, chosen.any_size), *self.once(self._after_routing)]
 
     def _after_routing(self) -> list[KernelSource]:
         results, left = list[KernelSource](), self.made_later

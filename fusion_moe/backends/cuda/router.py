@@ -5,14 +5,11 @@ in the same kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...ir import Op, Value, elements, plain, value
 from ..cxx import below, inner, known, router, size, stored
 from ..inexpressible import Inexpressible
-
-if TYPE_CHECKING:
-    from .source import KernelSource, Sizes, Source
+from .source import KernelSource, Sizes, Source
 
 # logits of a token in registers of a warp, slots and groups in its lanes
 _EXPERTS, _SLOTS, _GROUPS = 512, 32, 32

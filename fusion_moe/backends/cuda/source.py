@@ -31,24 +31,15 @@ from ..cxx import (
     indented,
     inner,
     is_index,
-    made_by_route,
     reshaped,
     size,
     stored,
 )
-from ..inexpressible import naming
-from . import router
 from .heuristics import AUTO, Chosen
 
 T = TypeVar("T")
 THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel
-_WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
-_MAX_WARPS = 32
-# a lane of `route` reads so many ids at once if there are more than the first, and no more groups:
-# its registers leave a multiprocessor one block. Of a share of experts most ids may name none: so
-# many blocks place those
-_FEW_IDS, _FEW_GROUPS, _IDS_OF_LANE, _REST_BLOCKS = 4096, 128, 4, 8
 # of a combine: threads of a block, few so that one fits beside the blocks before it; slots that a
 # thread reads at once
 _SUM_THREADS, _SLOTS = 64, 8
@@ -362,89 +353,6 @@ class Source(Writer, ABC):
     def members(self) -> list[str]:
         """Sizes and arrays, scratch arrays, and the word for faults."""
         return [*super().members(), *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
-
-    # Operations that run first --------------------------------------------------------------------
-
-    def made_first(
-        self, sizes: Sizes, any_size: bool = False, without: Op | None = None
-    ) -> list[KernelSource]:
-        """Routers and routing; any_size: by kernels for any number of tokens. without: an operation
-        that another kernel computes.
-        """
-        found, done = list[KernelSource](), {without}
-        for op in (o for o in self.fusion.ops if o.kind.name in MADE_FIRST):
-            if op in done:
-                continue
-            with naming(op):
-                if op.kind.name in ("topk_ids", "topk_weights"):
-                    kernel, ops = router.made_first(self, op, sizes, any_size)
-                    found.append(kernel)
-                    done.update(ops)
-                elif op.kind.name == "route":
-                    found.append(self._route(op, sizes, any_size))
-                elif op.kind.name == "place":
-                    found.append(self.once(self._place, op))
-                elif op.kind.name == "invert":
-                    found += self.once(self._invert, op)
-                elif op.kind.name == "problem_ends":
-                    found.append(self.once(self._problem_ends, op))
-        return found
-
-    def _route(self, op: Op, sizes: Sizes, any_size: bool) -> KernelSource:
-        count = value(elements(op.values[0].type.shape), sizes)
-        warps = next(
-            (w for most, w in _WARPS.items() if not any_size and count <= most), _MAX_WARPS
-        )
-        many = not any_size and count > _FEW_IDS and op.attrs["groups"].count <= _FEW_GROUPS
-        ids = _IDS_OF_LANE if many else 1
-        return replace(self.once(self._routing_kernel, op, ids), threads=32 * warps)
-
-    def _routing_kernel(self, op: Op, ids_of_lane: int) -> KernelSource:
-        (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
-        count, slots = elements(ids.type.shape), size(ids.type.shape[1])
-        given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
-        given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        first = op.attrs.get("first_expert")
-        local, given = first is not None, f"{given}, {first or 0}"
-        rest = _REST_BLOCKS if local and ids_of_lane > 1 else 1
-        types = f"{stored(ids)}, {str(local).lower()}, {ids_of_lane}, {rest}"
-        body = [*self.WAIT, f"Route<{types}>{{{given}}}.run();"]
-        return self.kernel("route", body, groups + rest, threads=32 * _MAX_WARPS)
-
-    def _place(self, op: Op) -> KernelSource:
-        (ids, expert_map), (made,) = op.values, op.outputs
-        given = f"{self.array(ids, self.made_later)}[i], {self.array(expert_map)}"
-        counts = f"{size(expert_map.type.shape[0])}, {op.attrs['here']}"
-        place = f"place_of({given}, {counts}, i, error)"
-        body = [f"{self.names[made]}[i] = {place};"]
-        return self.for_all("place", elements(ids.type.shape), body)
-
-    def _problem_ends(self, op: Op) -> KernelSource:
-        starts, problem, padded = (self.array(v, self.made_later) for v in op.values)
-        a, (ends,) = op.attrs, op.outputs
-        given = f"{starts}, {problem}, {padded}, {size(ends.type.shape[0])}, {size(a['rows'])}"
-        call = f"problem_ends({given}, {a['n']}, {a['k']}, {self.names[ends]}, error);"
-        return self.kernel("problem_ends", [*self.WAIT, call], 1, threads=32)
-
-    def _invert(self, op: Op) -> list[KernelSource]:
-        """One kernel for a permutation. If it may not be one, every row is first made to name a
-        valid slot.
-        """
-        (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
-        place = f"{self.array(slot_of, self.made_later)}[i]"
-        if made_by_route(self.fusion, slot_of) == "slot_of":
-            return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"])]
-        return [
-            self.for_all("invert_begin", count, [f"{made}[i] = -1;"]),
-            self.for_all(
-                "invert", count, [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"]
-            ),
-            self.for_all(
-                "invert_end",
-                count,
-                [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"],
-            ),
-        ]
 
     # Sums -----------------------------------------------------------------------------------------
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import ceil
+from sys import maxsize
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...encodings import REQUANTIZED, requantizable
+from ... import backends
+from ...encodings import REQUANTIZED, EncodedParameter, requantizable
 from ...encodings.encoded import plain
 from ...layouts import Layout
 from ...messages import warn_once
 from ...target import Target
 from ..local import local
 from .packed import PackedModule
-from .requantized import Reading, need_free_order, renew_, requantized_names, settle_
+from .requantized import Reading, need_free_order, requantized_names
 from .weight import Form, Weight
+
+FROM = 128  # rows for each matrix from which "both" reads the requantized ones; on CUDA, by a table
+_RUN = 32  # rows of gate that follow each other, or more, where kernels multiply FP8
 
 
 class AdaptableModule(PackedModule):
@@ -65,16 +72,78 @@ class AdaptableModule(PackedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptableModule:
         super()._apply(fn, recurse)
-        settle_(self)
+        self._settle()
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self.renew()
 
+    def read_as_(self, weights: str) -> None:
+        """Reads weights by a policy: packed if they cannot be requantized, such as FP8, which are
+        read as they are.
+        """
+        if self.reading is not None:
+            self._move_packed(self.requantized_of(self.projections[0]).parts[0].device)
+            for projection in self.projections:
+                for name in requantized_names(projection):
+                    delattr(self, name)
+            self.reading = None
+            self.reform(device=None)
+        if weights == "packed" or not requantizable(self.encoding):
+            return
+        if weights == "both":
+            need_free_order()
+        self.put_in("linear")
+        self.reading = Reading(weights)
+        self.renew()
+        self.reform(device=None)  # "both" puts packed weights in their layout at the next call
+
     def renew(self) -> None:
-        """Makes anew what is made of the weights, which have changed in place."""
-        renew_(self)
+        """Makes anew what is made of the weights, which have changed in place: requantizes them,
+        into the same memory, and waits for the device.
+        """
+        if self.reading is None:
+            return
+        lost = []
+        for projection in self.projections:
+            here, there = self.value_of(projection), self.requantized_of(projection)
+            with torch.no_grad():
+                requantized = here.to(there.form, there.parts)
+            for name, part, t in zip(
+                requantized_names(projection), REQUANTIZED.parts, requantized.parts, strict=True
+            ):
+                if name not in self._buffers:
+                    # a parameter among buffers: averages of all buffers meet it too
+                    holds = f"{part.name} of {REQUANTIZED.name}"
+                    self.register_buffer(name, EncodedParameter(t, holds=holds), persistent=False)
+            lost += [] if requantized.lost is None else [requantized.lost]
+        if lost:
+            self.reading = replace(self.reading, lost=tuple(torch.stack(lost).sum(0).tolist()))
+        self._settle()
+
+    def _settle(self) -> None:
+        """What depends on where weights lie. Puts parameters that only state dicts read in the
+        host's memory.
+        """
+        if self.weights == "fp8":
+            self._move_packed(torch.device("cpu"))
+        if (reading := self.reading) and reading.weights == "both":
+            device = self.requantized_of(self.projections[0]).parts[0].device
+            target, shape = backends.TARGETS.get(device.type), self.shape_of(self.projections[-1])
+            average = (
+                target.requantized_from(device, *shape)
+                if target and target.requantized_from
+                else FROM
+            )
+            alternate = getattr(self, "interleave", 0) % _RUN  # for which FP8 has only slow kernels
+            self.reading = replace(reading, rows=maxsize if alternate else ceil(average * shape[0]))
+
+    def _move_packed(self, device: torch.device) -> None:
+        for names in self.part_names.values():
+            for p in (self._parameters[name] for name in names):
+                if p is not None:
+                    p.data = p.data.to(device)
 
     def _requantized(self, rows: int) -> bool:
         """Whether products of so many rows read requantized weights."""

@@ -25,7 +25,7 @@ from ..config import WEIGHTS
 from .adaptable import AdaptableModule
 from .base import place_
 from .packed import PackedModule
-from .requantized import read_as_, requantizing
+from .requantized import requantizing
 
 _ALL = "all"
 # tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a
@@ -104,7 +104,7 @@ def prepare_(
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
         if weights is not None and isinstance(module, AdaptableModule):
-            read_as_(module, weights)
+            module.read_as_(weights)
         try:
             why = module.put_in(module.layout_on(backends.find(wanted, device)))
         except NonFiniteError as error:

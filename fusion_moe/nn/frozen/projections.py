@@ -13,7 +13,6 @@ from ...encodings import (
 from ...errors import ShapeError, need_one_of
 from ...target import ACTIVATION_FORMATS
 from .adaptable import AdaptableModule
-from .requantized import read_as_
 
 
 class Projections(AdaptableModule):
@@ -75,10 +74,10 @@ class Projections(AdaptableModule):
 
     def _set_weights(self, up: Quantized, down: Quantized) -> None:
         weights = self.weights
-        read_as_(self, "packed")
+        self.read_as_("packed")
         for name, weight in zip(self.projections, (up, down), strict=True):
             self.hold(name, _names(weight.encoding, name), weight)
-        read_as_(self, weights)
+        self.read_as_(weights)
 
     def to_nvfp4(self) -> Projections:
         """Converts MXFP4 weights to NVFP4 with equal values, in place, in the linear layout: for

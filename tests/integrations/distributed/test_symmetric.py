@@ -16,7 +16,7 @@ from fusion_moe.distributed import parallelize, symmetric
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import FusionError, OptionError, RankError, ShapeError
 from fusion_moe.nn import prepare_
-from fusion_moe.nn.frozen import requantized
+from fusion_moe.nn.frozen import adaptable
 from fusion_moe.runtime import faults, native, peers
 
 HERE, THERE = ("node", "boot"), ("node", "another boot")
@@ -246,7 +246,7 @@ def test_programs_do_not_compute_where_memory_is():
 
 def test_ranks_requantize_weights_alike_whatever_tokens_each_has(tmp_path, monkeypatch):
     """By the capacity: what they send each other depends on what their products read."""
-    monkeypatch.setattr(requantized, "FROM", 3)
+    monkeypatch.setattr(adaptable, "FROM", 3)
     packed, x = experts(8, 128, 128), torch.randn(2, 128).bfloat16()
     other = copy.deepcopy(packed)
     prepare_(other, weights="both")
