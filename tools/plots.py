@@ -54,9 +54,12 @@ def serving() -> Iterator[Bar]:
 
 
 def scaling() -> Iterator[Bar]:
-    for layer, tokens, run, way, *_, cell in tables("scaling.md")[0][1:]:
-        (times,) = faster(cell)
-        yield f"{layer}, {tokens} tokens, {run}, {way}", times, times, cell
+    head, *rows = tables("scaling.md")[0]
+    for row in rows:
+        for way, cell in zip(head[3:], row[3:], strict=True):
+            (times,) = faster(cell)
+            label = f"{row[0]}, {row[1]} tokens, {row[2]}, {way.strip('`')}"
+            yield label, times, times, f"{times:.2f}x"
 
 
 def offloading() -> Iterator[Bar]:
