@@ -66,7 +66,9 @@ def raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Has a function of another package called as `around(theirs, *args, **kwargs)`."""
+    """Replaces the function `name` of a module or class by one that returns around(theirs, *args,
+    **kwargs), theirs being what it replaces.
+    """
     theirs = getattr(owner, name)
 
     @functools.wraps(theirs)

@@ -51,7 +51,9 @@ def to_reorder(fusion: Fusion, target: Target) -> Iterator[tuple[Op, str]]:
 
 
 def in_layout(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a weight in a layout; none if kernels read its scales in their own alone."""
+    """The parts of a weight, given in the layout of `pack`, in the layout `wanted`: copies. An
+    empty list if a scale is NaN or infinite, which kernels for the given layout report.
+    """
     encoding = pack.outputs[0].type.encoding
     elements = (tensors[0].mT if pack.attrs.get("transposed") else tensors[0]).contiguous()
     stored = LAYOUTS[pack.attrs["layout"]]

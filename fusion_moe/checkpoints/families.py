@@ -88,8 +88,9 @@ class Family:
         return self.layers.get(name)
 
     def orders(self, entries: Iterable[Entry]) -> dict[str, FusedOrder]:
-        """How tensors of the directory with all experts are stored, by their names; {} unless the
-        class has all of them. Some classes read both of a matrix and its transpose, by its shape.
+        """How the file stores each of the given tensors that hold all experts of a layer: a
+        FusedOrder by tensor name. {} if one of them is none of the family's, or has a shape that
+        its class reads in neither order.
         """
         of = {self.there.get(t.name): (t, e) for e in self.layers.values() for t in e.floats}
         orders = dict[str, FusedOrder]()

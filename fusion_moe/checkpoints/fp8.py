@@ -18,7 +18,9 @@ BLOCK = (128, 128)
 
 
 def encoding_of(values: tuple[int, ...], scale: tuple[int, ...], e8m0: bool) -> Encoding | None:
-    """The encoding of values and a scale of these shapes; None if there is none."""
+    """The encoding of E4M3 values [N, K] with a scale of this shape: one number, one for each row,
+    or one for 128 x 128 (`e8m0`: a power of two). None for other shapes.
+    """
     if len(values) != 2 or 0 in values:
         return None
     n, k = values

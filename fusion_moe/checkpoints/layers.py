@@ -174,8 +174,10 @@ class Layer:
 
 
 def put(into: Tensor, numbers: Tensor, exact: str, name: str) -> None:
-    """Rounds numbers into a tensor. UnsupportedError for those that become infinite, and with
-    `exact`, which says what they are, for any that changes.
+    """Writes float32 numbers into a tensor of the same shape, rounded to its dtype.
+
+    UnsupportedError for a number that becomes infinite; with a text in `exact`, which says what the
+    numbers are, for any that rounding changes. name: of the tensor, for the message.
     """
     into.copy_(numbers)
     if exact and not torch.equal(into.float(), numbers):

@@ -240,7 +240,9 @@ def _fp8(name: str, suffix: str) -> Scheme:
 def of_encoding(
     scheme: Scheme, encoding: Encoding, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Scheme:
-    """A scheme of 8-bit floats for an encoding, with scales of a dtype and shape in files."""
+    """The scheme of an FP8 weight (E4M3 values and one tensor of scales) adapted to what a file
+    holds: an encoding, and the dtype and shape of the scales.
+    """
     (scale,), (elements, stored) = encoding.scales, scheme.parts
     part = replace(
         stored,

@@ -44,8 +44,8 @@ class Source:
 
     @cached_property
     def plain(self) -> dict[str, Entry]:
-        """The float tensors that may be matrices, or the matrices of all experts, by their names
-        without `.weight`.
+        """The directory's float tensors of 2 dimensions (matrices) and 3 (of all experts), by their
+        names without `.weight`.
         """
         return {
             e.name.removesuffix(".weight"): e

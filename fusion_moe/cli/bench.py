@@ -236,8 +236,10 @@ def _contenders(
 
 
 def check_modes(mode: str, after: int | None) -> list[str]:
-    """The modes of a list with commas. OptionError for an unknown one, or tokens that only the
-    comparison without modes reads.
+    """ "a, b" of --mode -> ["a", "b"], each once.
+
+    OptionError for a name that is not in MODES, and for --after beside --mode: only the comparison
+    without modes reads it.
     """
     modes = list(dict.fromkeys(filter(None, mode.replace(" ", "").split(","))))
     if unknown := [name for name in modes if name not in MODES]:

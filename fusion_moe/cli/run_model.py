@@ -183,7 +183,9 @@ class Talk:
         return answer
 
     def ended(self, recorded: str) -> Run:
-        """What all of it was. recorded: as of a Run."""
+        """The result of the command: the model, how steps ran, experts, memory, and all answers so
+        far. recorded: the file that the recording was written to, or "".
+        """
         return Run(
             type(self.model).__name__,
             self.steps,

@@ -122,7 +122,9 @@ class Element:
 
     @property
     def tile_order(self) -> CodeOrder | None:
-        """How codes lie in a tile of `w16x64`; None if they have no order there."""
+        """The order of codes in a tile of the layout `w16x64`: the element's own, else the usual
+        one for its number of bits; None if no kernel has an order for such codes.
+        """
         return self.order or USUAL.get(self.bits)
 
     @cached_property
@@ -443,7 +445,7 @@ class Quantized(tuple[Tensor, ...]):
 
     @property
     def elements(self) -> Tensor:
-        """The first part, which holds the elements."""
+        """The part with the codes, or of a weight in floats the floats themselves."""
         return self[0]
 
     @property

@@ -30,8 +30,10 @@ class PowerOfTwo:
 
     @classmethod
     def to_most(cls, fraction: float, exponent: int, **others: int) -> PowerOfTwo:
-        """The least power with which amax becomes at most fraction * 2^exponent; fraction: from 1
-        to 2, exclusive.
+        """The rule by which a block gets the least power of two whose quotient amax / power is at
+        most fraction * 2^exponent, the largest number of the codes: 1.75 and 8 for E4M3's 448.
+
+        fraction: at least 1 and less than 2. others: further fields of the rule.
         """
         carry = 0x7FFFFF - int((fraction - 1) * 2**23)
         return cls(

@@ -181,7 +181,9 @@ class HostStorage:
     def given(
         self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], expert_map: Tensor
     ) -> dict[str, Tensor]:
-        """The tensors of such a call by name, as `Steps` takes them."""
+        """The tensors of a call of the experts by their argument names, without arguments that are
+        no tensors. slots: tensors of the cache.
+        """
         return dict(each_tensor(self.arguments(x, ids, w, slots, expert_map=expert_map)))
 
 

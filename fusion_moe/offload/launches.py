@@ -58,7 +58,9 @@ def end_step(x: torch.dtype, weights: torch.dtype, slots: int, features: int) ->
 
 
 def put_rows() -> str:
-    """The source of the kernel that puts the rows of a part of a long step into its result."""
+    """CUDA C++ of the kernel that writes the rows of one turn of a long step into the step's
+    result.
+    """
     return text("put_rows", "put", "PutRows", "s.run();")
 
 

@@ -39,11 +39,13 @@ def missed_of(named: Tensor, expert_map: Tensor) -> Tensor:
 
 
 def turns_of(named: Tensor, expert_map: Tensor, each: int, first: int) -> tuple[list[Turn], Tensor]:
-    """The turns, and i64[2, E + 1]: of each expert its turn and its slot; last of no expert, which
-    has the turn after all and the slot -1.
+    """Divides a long step into turns, in each of which some experts are copied while others are
+    multiplied by.
 
-    named, expert_map [E]: rows of experts, and their slots or -1; each: how many are copied in a
-    turn, into slots from `first` on. The first turn copies none.
+    named i64[E]: rows of each expert; expert_map i64[E]: its cache slot, or -1; each: how many
+    experts a turn copies, into cache slots from `first` on. Returns the turns, the first of which
+    copies none, and i64[2, E + 1]: the turn and the cache slot of each expert, and in the last
+    column of rows without an expert, which come after all turns and have slot -1.
     """
     missed = missed_of(named, expert_map)
     copies = [[], *(part.tolist() for part in missed.split(each) if len(part))]

@@ -57,7 +57,9 @@ class Shared:
 
     @property
     def buffers(self) -> list[int]:
-        """`RequestBuffers` of kernels/handover.cuh."""
+        """The addresses of the shared buffers, in the order of `RequestBuffers` of
+        kernels/handover.cuh.
+        """
         return [self.staging.addresses[name] for name in request_buffers(0, 0)]
 
 

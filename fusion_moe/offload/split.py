@@ -32,7 +32,9 @@ class Constants:
     gpu_expert: int
 
     def computed(self, rows: int, beside: bool = False) -> int:
-        """The CPU's time for an expert with so many rows."""
+        """Nanoseconds that the CPU takes for one expert with this number of rows, at least 1.
+        beside: while experts are copied to the GPU, when memory is slower.
+        """
         return (self.cpu_expert_beside if beside else self.cpu_expert) + (rows - 1) * self.cpu_row
 
 

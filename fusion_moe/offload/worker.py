@@ -75,8 +75,8 @@ class Model:
         weakref.finalize(self, _remove, worker, self.handle, staging)
 
     def programs(self, plans: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Registers programs by their launch plans (`host_program`), each for up to so many rows:
-        more and more.
+        """Registers programs of the CPU and returns their number with the worker. plans: (most
+        rows, launch plan as numbers by `host_program`), with more rows from one to the next.
         """
         numbers = [len(plans)]
         for rows, plan in plans:

@@ -78,7 +78,9 @@ def _kernels(run: RunData, width: int) -> Iterator[str]:
 
 
 def called(kernels: Sequence[KernelRun]) -> list[str]:
-    """The name of each, with sizes if it ran at several."""
+    """A label for each kernel: its name, with the values of size symbols behind it ("name, s0 = 8")
+    if the same kernel ran at several sizes.
+    """
     times = Counter((k.name, k.rank) for k in kernels)
     return [
         ", ".join([k.name, *(f"{n} = {size}" for n, size in k.sizes.items())])

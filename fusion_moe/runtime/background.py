@@ -44,7 +44,9 @@ class Started:
         return all(future.done() for future in self.futures)
 
     def check(self) -> None:
-        """Raises the first error of the builds that have ended."""
+        """Raises the error of the first of these builds that failed; builds that still run are not
+        waited for.
+        """
         for future in self.futures:
             if future.done():
                 future.result()

@@ -51,8 +51,10 @@ def check_stages(
     tensors: Sequence[Any],
     env: Mapping[str, int],
 ) -> None:
-    """FusionError with the first stage whose outputs are not bit for bit those of the stage before
-    it.
+    """Evaluates a program after each pass, and its segments, on real tensors. FusionError names the
+    first stage whose results are not those of the first one, bit for bit.
+
+    stages: (name, Fusion) in order; env: the values of size symbols.
     """
     want = stages[0][1].evaluate(*tensors, sizes=env)
     for name, fusion in stages[1:]:
@@ -107,7 +109,9 @@ def check_joined(
     one_by_one: Sequence[Any],
     backend: str,
 ) -> None:
-    """FusionError unless all kernels in one call compute what they do one by one."""
+    """FusionError if the call of all kernels at once (`joined`) differs from the results of the
+    kernels called one by one, by more than the order of sums and roundings explains.
+    """
     for actual in differences(fusion, inputs, joined, one_by_one, backend):
         expected = (
             "the results of the same kernels one by one, but for the order of sums and roundings"

@@ -342,8 +342,9 @@ def map_numbers(type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> list
 
 @lru_cache(_MAPS)
 def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """A tensor at an address, read in boxes: see map_numbers. For a tensor without elements, which
-    no kernel reads, all bytes are zero.
+    """The descriptor by which TMA copies boxes of a tensor on the GPU to shared memory. address: of
+    its first element; type, sizes, box: as for `map_numbers`. All bytes are zero for a tensor
+    without elements, which no kernel reads.
     """
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)

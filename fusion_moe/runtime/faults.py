@@ -136,7 +136,9 @@ class Faults:
         self._tables: dict[int, ctypes.Array[ctypes.c_ulonglong]] = {}
 
     def prepare(self, device: int) -> None:
-        """Allocates the word for graphs: no memory can be pinned during a capture."""
+        """Allocates the pinned word in which kernels of captured graphs report faults, before a
+        capture, during which no memory can be pinned. device: its index.
+        """
         self._of_graphs(device)
 
     def word(self, device: int, stream: int) -> int:

@@ -135,7 +135,9 @@ def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[
 def is_built(
     text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()
 ) -> bool:
-    """Whether `build` would compile nothing."""
+    """Whether `build` of the same arguments would find its result, on disk or in the package,
+    instead of compiling.
+    """
     file, came = _find(text, name, arch, headers, flags)
     return bool(came) or store.has(file)
 

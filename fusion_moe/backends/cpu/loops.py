@@ -40,7 +40,9 @@ _AT_ONCE, _LANES = 256, 16
 
 
 def source(fusion: Fusion) -> Source:
-    """The source of a segment. UnsupportedError with the reason if there is none."""
+    """The C++ of a segment that is elementwise, or sums, in loops over its elements.
+    UnsupportedError, with the reason, if an operation of it cannot be written so.
+    """
     whole = [v for op in fusion.ops for v in _whole(fusion, op)]
     memory = tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs))))
     return Source(fusion, _Writer(fusion, memory).text(), memory)

@@ -13,7 +13,9 @@ _G, _J, _M = map(Variable, "gjm")  # element (m, j) of matrix g
 
 
 def source(plan: WgradPlan) -> Source:
-    """The source of a planned segment. UnsupportedError with the reason if there is none."""
+    """The C++ of a segment whose product is a gradient of weights. UnsupportedError, with the
+    reason, for a piece that no kernel computes.
+    """
     return Source(plan.fusion, _Writer(plan).text(), plan.memory, product=("", "wgrad", "linear"))
 
 

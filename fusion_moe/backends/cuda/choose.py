@@ -105,10 +105,12 @@ class Choice:
 
 
 def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
-    """The choice; any_size: with kernels that are shared by calls of all other sizes, if there are
-    any.
+    """The kernels of a joined program for a call's sizes on a GPU: variants of its products, what
+    is chained, grids and workspace.
 
-    UnsupportedError if the variant that `parts` asks for does not fit one of their products.
+    any_size: with variants that fit every number of tokens, so that calls of all sizes share them.
+    UnsupportedError if the variant that `parts` asks for (the option cuda_variant) does not fit one
+    of the products.
     """
     sources = [part.source for part in parts.parts]
     chosen = [

@@ -80,8 +80,10 @@ class Copy:
 
 
 def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
-    """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises
-    like `Copy.of`.
+    """The copies in few bits that a fusion makes, by the first `quantize` of the value that they
+    round: in 8 bits those along rows and along columns of one value share a kernel.
+
+    Inexpressible if a value is quantized twice along one axis, or a copy has no kernel (`Copy.of`).
     """
     results: dict[object, list[Copy]] = {}
     for op in fusion.ops:
@@ -98,7 +100,9 @@ def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
 
 
 def saved(fusion: Fusion) -> list[Op]:
-    """Each `dequantize` to bf16 of parts that are in memory, with blocks along rows of groups."""
+    """Each `dequantize` to bf16 of a copy with blocks along the rows of groups (MXFP8 or FP8) whose
+    codes and scales are inputs of the fusion: a forward saved them.
+    """
     results = []
     for op in fusion.ops:
         if op.kind.name != "dequantize" or len(op.values) == 1 or op.attrs["dtype"] != "bf16":

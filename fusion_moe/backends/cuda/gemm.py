@@ -403,7 +403,9 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
 
 
 def reset_tile_counter(source: Source) -> KernelSource:
-    """The kernel before a product: see kernels/tile_queue.cuh."""
+    """The kernel that sets to 0 the counter from which the blocks of a product draw work tiles; it
+    runs before the product (kernels/tile_queue.cuh).
+    """
     return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"])
 
 

@@ -202,8 +202,9 @@ class ByVariants(PlannedSource):
         return (plan.rows[0], plan.width) if stored else None
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; activations that are computed, or needed in fragment order; the product; sums of
-        its rows.
+        """The kernels of a grouped product in the order of their launches: routing; the prologue,
+        where activations are computed or stored in fragment order; the product by its chosen
+        variants; sums of its rows.
         """
         first = made_first(self, sizes, chosen.any_size, without=self._problem)
         prologue = (

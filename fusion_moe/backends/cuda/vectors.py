@@ -208,8 +208,9 @@ def in_vectors(column: Index, width: int) -> bool:
 
 
 def follow(column: Index, width: int, count: int, aligned: int = VECTOR) -> bool:
-    """Whether columns form runs of `count` adjacent ones that begin at multiples of `aligned`, as a
-    function of j below a width.
+    """Whether a vector of `count` elements can be read or written at once: whether the columns
+    column(j), j from 0 below `width`, are runs of `count` adjacent numbers that begin at multiples
+    of `aligned`.
     """
     numbers = [column.evaluate({_J.name: j}) for j in range(width)]
     return all(

@@ -226,7 +226,9 @@ def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -
 
 
 def is_index(i: Index, own: Index, size: Dim) -> bool:
-    """Whether i is the index of a dimension: `own`, or 0 if the size is 1."""
+    """Whether an index walks along a dimension of this size as the loop's own index does: it is
+    `own`, or 0 where the size is 1.
+    """
     return i == own or (i == ZERO and plain(size) == 1)
 
 

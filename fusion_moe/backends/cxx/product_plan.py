@@ -441,8 +441,8 @@ def _places(joined: Op) -> Iterator[Index]:
 
 
 def base_of(fusion: Fusion, v: Value) -> Value:
-    """The value with the same memory, in order, as v: before views, reshapes and casts that change
-    no dtype.
+    """The value whose memory v is, element for element in the same order: v itself, or what it was
+    before reshapes, partitions, `ends` and casts to the same dtype.
     """
     op = fusion.producer(v, "ends", "partition", "reshape", "cast")
     if op is None or op.values[0].type.dtype != v.type.dtype:
@@ -527,7 +527,9 @@ def row_width(v: Value, rows: Dim) -> int:
 
 
 def known(d: object) -> int:
-    """A size that is a number. UnsupportedError for a size that is known only at launch."""
+    """A size of a matrix as an int. UnsupportedError if only a call determines it (a symbol):
+    kernels of products are compiled for the sizes of their weights.
+    """
     if not isinstance(d, int):
         raise UnsupportedError(
             f"a matrix with a size {d} has no kernel here", expected="numbers known when compiling"

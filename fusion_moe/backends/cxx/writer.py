@@ -41,7 +41,9 @@ class Writer:
         ]
 
     def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
-        """The names of the arrays that hold values. without: values that are not there yet."""
+        """The C++ arrays of the function that is written, by the values that they hold. without:
+        values that it has not computed at this point.
+        """
         return {v: name for v, name in self.names.items() if v not in without}
 
     def array(self, v: Value, without: Collection[Value] = ()) -> str:

@@ -20,8 +20,8 @@ _QUOTED = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.+)')
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another. Dynamo stores compiled code with a function's code: this one
-    has its own, which is freed with it.
+    """A function that calls another, with a code object of its own: Dynamo keeps what it compiles
+    with the code object, so that it is freed with this function.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,9 @@ class FeatureShards:
         return self.biased or name != "down_proj_bias"
 
     def keep(self, kept: range) -> None:
-        """Keeps only some of the experts."""
+        """Drops the scales of all experts but those in `kept`, ids of the whole layer, all of which
+        are kept now.
+        """
         self.scales = {
             name: t[kept.start - self.kept.start : kept.stop - self.kept.start].clone()
             for name, t in self.scales.items()

@@ -45,8 +45,9 @@ NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"
 
 
 def region_bytes(ranks: int, tokens: int, row: int) -> int:
-    """The bytes of a rank's memory for so many tokens of each rank, with `row` bytes each: the
-    sections of backends/cpu/kernels/exchange.h, whose flags GPUs do without.
+    """The bytes of shared memory that each rank needs to exchange up to `tokens` tokens of each of
+    `ranks` ranks, forward and backward; row: bytes of one token's activations. The layout is that
+    of backends/cpu/kernels/exchange.h (GPUs leave its flags unused).
     """
     flags = 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS
     ids = weights = 4 * MOST_SLOTS * tokens

@@ -41,7 +41,9 @@ plugins.by_contents(packed_converter)
 
 @plugins.compiled_by
 def compiled_by(function: Callable[..., Any]) -> plugins.CompiledBy | None:
-    """What thunder.jit made: `explain` shows what our executor fuses."""
+    """How `explain` looks into a function that thunder.jit returned: the function before, and what
+    finds the regions that our executor fuses. None for any other function.
+    """
     thunder: Any = sys.modules.get("thunder")  # imported already if it made anything
     compiled = thunder.compile_data(function) if thunder is not None else None
     if compiled is None:

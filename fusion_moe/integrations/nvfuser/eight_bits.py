@@ -42,7 +42,9 @@ def dequantized(w: Writer, op: Op, x: EightBits) -> Any:
 
 
 def unpacked(w: Writer, op: Op, x: EightBits) -> tuple[Any, Any]:
-    """Codes, and the scale: in the program's dtype if it leaves the definition."""
+    """The codes and block scales of a copy in 8 bits as values of an nvFuser definition. Scales are
+    cast to e8m0 only if the program returns them.
+    """
     leaves = op.outputs[1] in w.fusion.outputs
     return x.codes, w.to(x.block_scale, "f8e8m0") if leaves else x.block_scale
 

@@ -79,13 +79,15 @@ class Writer:
         return self.expand(y, self.shape(shape)) if wider else y
 
     def part(self, x: Any, starts: list[Any], ends: list[Any]) -> Any:
-        """x[start:end] along each dimension; the bounds are inside x, so nothing has to clamp
-        them.
+        """x[start:end] along each dimension, of a value of the definition. Bounds must lie inside
+        x: nvFuser is told not to clamp them.
         """
         return self.slice(x, starts, ends, [1] * len(starts), True)
 
     def filled(self, shape: tuple[Dim, ...], value: float, name: str) -> Any:
-        """A tensor whose elements are all one number."""
+        """A tensor of the definition with this shape and dtype (`name`, "bf16") whose elements are
+        all `value`.
+        """
         return self.full(self.shape(shape), self.constant(value, name), dtype=dtype(name))
 
     def count(self, length: Dim, name: str = "i32") -> Any:

@@ -116,8 +116,9 @@ class State:
 
 
 def patching(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for `Patched`, from one of (module, state, *args, **kwargs): a copy of the module
-    computes as its own does.
+    """A forward to put on a module by `Patched`: it calls forward(module, state, *args, **kwargs)
+    with the state that the module was patched with. A copy of a patched module, as copy.deepcopy
+    makes it, computes as before the patch.
     """
     key = _key(forward)
 
@@ -152,7 +153,7 @@ class Patched:
         attributes |= {self.key: state, "forward": MethodType(forward, module)}
 
     def undo(self) -> None:
-        """Puts back what was there."""
+        """Gives the module back the attributes that it had before it was patched."""
         for key, value in self.before.items():
             if value is None:
                 del vars(self.module)[key]

@@ -257,7 +257,9 @@ def _only(form: str, tensor: Any) -> Codes:
 
 
 def codes_of(formed: torch.Tensor, form: str, transposed: bool) -> torch.Tensor:
-    """The inverse of `form_of`."""
+    """uint8 codes [..., N, K/2] (transposed: [..., K/2, N]) of the tensor that `form_of` made of
+    them.
+    """
     rows = (formed.mT if form == E2M1 else formed).view(torch.uint8)
     return rows.mT if transposed else rows
 

@@ -73,7 +73,9 @@ class Replacements:
         return bool(name)
 
     def check_fixed(self, read: Read) -> None:
-        """Raises as `StoredWeight.check_fixed`. read: a tensor by its name in files."""
+        """CheckpointError for parts of these weights that must have certain values and have others
+        (`StoredWeight.check_fixed`). read: gets a tensor by its name in the files.
+        """
         for weight in self.weights.values():
             weight.check_fixed(lambda name: read(self.in_files[name]))
 

@@ -24,7 +24,9 @@ class FusionMoeDeepseekV4Config(Named, _Config):
     """
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own method, except for experts in 4 bits."""
+        """What computes a layer: our method for experts in MXFP4 or NVFP4, vLLM's own for all else.
+        prefix: the layer's name in the model.
+        """
         if isinstance(layer, RoutedExperts) and self._in_four_bits(prefix):
             if self._in_nvfp4(prefix):
                 return FusionMoeModelOptMethod(self._get_nvfp4_config(), layer.moe_config)

@@ -159,7 +159,9 @@ class ExpertsMethod(FusedMoEMethodBase):
 
     @property
     def loaded(self) -> list[str]:
-        """The parameters that vLLM loads and `Experts` replaces, except biases."""
+        """The names of the layer's parameters that vLLM's loader fills, without biases: each part
+        of w13 (gate and up) and of w2 (down). `Experts` takes their place.
+        """
         names = *self._names, *self.unread
         return [f"{weight}_{name}" for weight in ("w13", "w2") for name in names]
 

@@ -46,7 +46,9 @@ class FusionMoeFloatMethod(ExpertsMethod, _Loaded):
 
 
 def method(layer: Any) -> Any:
-    """The method of a layer in floating point; None for vLLM's default."""
+    """What computes a layer in floats: our method for experts, vLLM's for linear layers, None (vLLM
+    chooses) for all else.
+    """
     if isinstance(layer, RoutedExperts):
         return FusionMoeFloatMethod(layer.moe_config)
     return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

@@ -55,7 +55,9 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
             getattr(layer, name).weight_loader = MethodType(load_codes, layer)
 
     def loads(self, layer: Any, name: str) -> bool:
-        """Those of Llama-4 too, if they are of all experts."""
+        """Whether this method loads the tensor of a name itself, instead of vLLM's loader: beside
+        what every method does, Llama-4's tensors with all experts.
+        """
         fused = name.startswith(("gate_up_proj", "down_proj"))
         return (fused and layer.apply_router_weight_on_input) or super().loads(layer, name)
 

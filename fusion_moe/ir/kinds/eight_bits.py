@@ -76,7 +76,9 @@ TRAINED = tuple(
 
 
 def family_of(type: TensorType) -> Family | None:
-    """The family of which a type can be x or dy."""
+    """The recipe's formats if a value of this type is one of its copies of activations (x) or of
+    their gradients (dy); else None.
+    """
     return _BY_OPERAND.get(type.dtype)
 
 
@@ -238,7 +240,9 @@ def _floats(fd: Any, copied: Value) -> Value:
 
 
 def in_parts(fd: Any, copied: Value) -> Value:
-    """A copy rebuilt from its parts, which the forward can save and kernels can pass on."""
+    """The same copy in 8 bits as a `pack` of codes and scales, which the forward can save and
+    kernels can pass on one by one.
+    """
     if fd.producer(copied, "pack"):
         return copied
     if held := fd.producer(copied, "straight_through"):

@@ -45,7 +45,9 @@ ENCODED_FROM = ("f32", "bf16", "f16")
 
 
 def encoded() -> tuple[str, ...]:
-    """The dtypes of values with several parts."""
+    """The dtypes of the IR that stand for several tensors, codes and scales ("nvfp4"), not for one
+    ("bf16").
+    """
     return tuple(name for name in ENCODINGS if name not in DTYPES)
 
 

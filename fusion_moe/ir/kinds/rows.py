@@ -225,7 +225,9 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
 
 
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
-    """A size that is negative if elements are wanted but there are none."""
+    """A size for `Fusion.needs`, negative exactly if `wanted` elements are asked of a dimension of
+    size `there` = 0: reading from nothing.
+    """
     return plain(there) * 2**62 + plain(wanted) * -1
 
 

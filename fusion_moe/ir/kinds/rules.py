@@ -38,7 +38,9 @@ def need_dtype(name: str, type: TensorType, *dtypes: str) -> None:
 
 
 def need(name: str, type: TensorType, rank: int, *dtypes: str) -> None:
-    """Both of these: the number of dimensions, and one of the dtypes."""
+    """Raises unless an operand has this number of dimensions and one of the dtypes. name: what the
+    message calls it.
+    """
     need_rank(name, type, rank)
     need_dtype(name, type, *dtypes)
 

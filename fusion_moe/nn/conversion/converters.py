@@ -139,7 +139,9 @@ def check(module: nn.Module, config: QuantizationConfig | None = None, name: str
 def converted(
     module: nn.Module, config: QuantizationConfig | None = None, name: str = ""
 ) -> nn.Module:
-    """`convert` for weights whose values are already checked."""
+    """The module that replaces one of known experts, as `convert` makes it, for a caller that has
+    checked the weights' values. config: None is NVFP4; name: the module's, for messages.
+    """
     return _made(converter_of(module), module, config, name)
 
 

@@ -79,7 +79,9 @@ def activation_of(module: Any, as_stored: bool = False) -> str | None:
 
 
 def is_that_of(module: Any, copy: Any) -> None:
-    """The activation of a module is not traced again that a copy of it has."""
+    """Gives `module` the traced activation of `copy`, a copy of it, so that the same function is
+    not traced twice. Nothing happens if the copy's was not traced.
+    """
     if copy in _traced:
         _traced[module] = _numbers(module), _traced[copy][1]
 

@@ -78,7 +78,9 @@ class PackedModule(nn.Module):
 
     @property
     def form(self) -> Form:
-        """That of the first weight. Those of others differ in their padding alone."""
+        """The form (encoding, layout, views) of the module's first weight. Forms of its other
+        weights differ only in their padding.
+        """
         return next(iter(self.forms.values()))
 
     @property
@@ -214,8 +216,8 @@ class PackedModule(nn.Module):
         return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
     def matrices(self, weight: str) -> int:
-        """How many matrices lie above one another in a weight: gate and up, unless their rows
-        alternate.
+        """How many matrices of equal size a weight holds, one above the other along N: 2 for gate
+        above up, 1 for others and for gate and up whose rows alternate.
         """
         return 2 if weight == "gate_up" and not getattr(self, "interleave", 0) else 1
 

@@ -51,7 +51,9 @@ class View:
     interleaved: bool = False
 
     def pack(self, *parts: Tensor, encoding: Encoding | None = None) -> tuple[Tensor, ...]:
-        """Gate above up -> as the float module has them."""
+        """Parts of a weight with gate above up, [..., N, K] -> the same as the float module stores
+        them: rows interleaved, or transposed. encoding: not used.
+        """
         return tuple(self._turned(self.interleave(t)) for t in parts)
 
     def unpack(self, *parts: Tensor, encoding: Encoding | None = None) -> tuple[Tensor, ...]:
