@@ -15,8 +15,8 @@ from h200_cells import MODELS, Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fusion_moe.distributed.collectives import all_reduce
 from fusion_moe.encodings import FP8_E8M0, NVFP4, Quantized, dequantize, quantize
-from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.nn import Experts, NVFP4Experts, add_lora_
 
 MODELS_BY_NAME = {

@@ -14,9 +14,14 @@ from parallel_layers import FORWARDS, World
 from torch import Tensor, nn
 
 import fusion_moe
+from fusion_moe.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from fusion_moe.integrations.distributed.all_to_all import AllToAll
 from fusion_moe.integrations.distributed.symmetric import GroupMemory
-from fusion_moe.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusion_moe.nn.local import local
 
 MOST_REPEATS, SECONDS = 30, 0.3

@@ -128,6 +128,8 @@ class CompiledBy:
     look: Callable[[Callable[..., Any], Any, Any], Any]
 
 
+# operations() -> rows for the table of operations (OpKind of ir/core.py).
+operations: Hook[Callable[[], Iterable[Any]]] = Hook()
 # quantized(model): `quantize_` has replaced modules of a model.
 quantized: Hook[Callable[[Any], None]] = Hook()
 # converters() -> by the qualified name of a class of modules: a function (module, config) -> the

@@ -38,8 +38,7 @@ class Target:
     matrix can choose the scale of the whole. requantized_from: for a device and [G, N, K], from how
     many rows a matrix on average weights in few bits that are there in FP8 too are read as those.
     transposed_columns: encodings along rows of groups whose codes products over rows read by
-    columns (`transpose_row_blocks`), on the GPU that programs are planned for. sends_sums: whether
-    the kernel that sends tokens' sums to other ranks also makes them.
+    columns (`transpose_row_blocks`), on the GPU that programs are planned for.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Target:
     requantized_from: Callable[[torch.device, int, int, int], float] | None = None
     transposed_columns: Callable[[], tuple[str, ...]] = tuple
     matrix_scales: tuple[str, ...] = ()
-    sends_sums: bool = False
 
     def layout_of(self, encoding: str, activation_format: str) -> str:
         """The layout in which products of such weights and activations are fastest."""

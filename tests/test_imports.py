@@ -215,6 +215,7 @@ with options.override(target="reference"):
     model["experts"](*call).sum().backward()
 print([name for name, p in model.named_parameters() if p.grad is not None])
 print("CPU, generic" in str(env.environment()))
+print("dispatch" in dir(fusion_moe.FusionDefinition().ops))
 print([name for name in sys.modules if name.startswith(OUTSIDE)])
 """
 
@@ -225,7 +226,7 @@ def test_the_core_runs_without_integrations():
         [sys.executable, "-c", CORE_ALONE, outside], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    backends, trained, env, imported = done.stdout.splitlines()
+    backends, trained, env, between_ranks, imported = done.stdout.splitlines()
     assert backends == "['cpu', 'cpu']"
     assert trained.count("_lora.B") == 2
-    assert (env, imported) == ("True", "[]")
+    assert (env, between_ranks, imported) == ("True", "False", "[]")

@@ -15,6 +15,16 @@ from ..target import Target
 INTERFACE = 1  # the version of everything that docs/extend/backends.md names
 
 
+def source_of(
+    fusion: Fusion, backend: str, usual: Callable[[Fusion], Any]
+) -> Callable[[Fusion], Any]:
+    """What writes a piece for a backend: what one of its operations brings, else what usually
+    does.
+    """
+    brought = (op.kind.sources[backend] for op in fusion.ops if backend in op.kind.sources)
+    return next(brought, usual)
+
+
 def _one_by_one(
     fusion: Fusion, kernels: Sequence[Kernel]
 ) -> tuple[tuple[Kernel, ...], Joined | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..ir import Fusion
 from ..runtime.kernel import Kernel
-from ..schedule import WITH_RANKS
+from ..schedule import STANDARD
 from ..schedule.plan import REFERENCE
 from ..schedule.segment import Segment
 from ..target import ACTIVATION_FORMATS, Target
@@ -35,5 +35,5 @@ def in_torch(segment: Segment, why: str) -> Kernel:
 
 
 BACKEND = Backend(
-    REFERENCE, (Target(REFERENCE, ACTIVATION_FORMATS, WITH_RANKS),), plan, emit, interface=1
+    REFERENCE, (Target(REFERENCE, ACTIVATION_FORMATS, STANDARD),), plan, emit, interface=1
 )

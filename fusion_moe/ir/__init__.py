@@ -11,7 +11,7 @@ activation.py    a pointwise function as text
 derivative.py    forward and backward of a Fusion; gradients.py: of each operation
 saved.py         what the forward saves: a minimum cut; router_gradient.py: one product less
 postponed.py     outputs that are computed later; effects.py: inputs that are written
-flow.py          parts of programs; collectives.py: values that ranks exchange
+flow.py          parts of programs
 """
 
 from .binding import nbytes, storage, storage_shape

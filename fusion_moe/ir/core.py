@@ -153,7 +153,13 @@ class OpKind:
     grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; a
     gradient is None for an output that has none; None: no derivative. flops(op) -> floating-point
     operations as a size; outputs: how many there are; view: does no work of its own and is copied
-    into every kernel that reads it.
+    into every kernel that reads it. moves_rows_in: the bytes of the pieces in which it moves rows,
+    0 if it moves none: its first operand may also be codes, with scales after all other operands,
+    and after all other results.
+
+    What an operation with kernels of its own brings: scheduler, for pieces with it
+    (`schedule.Scheduler`); sources: by backend, f(piece) -> what the backend emits from;
+    handle(op, fusion) -> what an input stands for (runtime/handles.py).
     """
 
     name: str
@@ -165,8 +171,12 @@ class OpKind:
     view: bool = False
     outputs: int | None = 1  # None: as many as an encoding has parts
     # what schedulers look at: pointwise | shape | view | gather | routing | grouped | reduce |
-    # quantize | layout
+    # quantize | layout | collective (which all ranks of a group run)
     role: str = "pointwise"
+    moves_rows_in: int = 0
+    scheduler: Any = None
+    sources: Mapping[str, Callable[[Fusion], Any]] = field(default_factory=dict, compare=False)
+    handle: Callable[[Op, Fusion], Any] | None = None
 
     @property
     def signature(self) -> Signature:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..backends.cuda.launch import KERNELS
+from ..backends.cuda.launch import headers
 from ..encodings import CodeOrder, Encoding, Part as EncodingPart
 from ..encodings.orders import USUAL, Nibbles
 from ..layouts.w16x64 import COLUMNS
@@ -72,7 +72,7 @@ def load() -> str:
 def build(source: str, arch: str) -> Path:
     """The path of the cubin of a kernel's source, compiled if needed. BuildError."""
     flags = ("--device-int128",)
-    return nvrtc.build(source, name=name_of(source), arch=arch, headers=headers(), flags=flags)
+    return nvrtc.build(source, name=name_of(source), arch=arch, headers=headers(HERE), flags=flags)
 
 
 class Kernel:
@@ -188,9 +188,3 @@ class Parts:
         numbers += [0] * (9 * (MOST_PARTS - len(shapes)))
         self._memory = torch.tensor(numbers, dtype=torch.int64, device=slots[0].device)
         self.address = self._memory.data_ptr()
-
-
-@cache
-def headers() -> nvrtc.Headers:
-    """Those of kernels/, and of all CUDA kernels."""
-    return nvrtc.Headers({**nvrtc.headers(KERNELS), **nvrtc.headers(HERE)})

@@ -10,15 +10,14 @@ from typing import Any
 
 from ..encodings import Encoding
 from ..ir import Fusion, FusionDefinition, Op, Value
-from ..ir.kinds.collectives import PIECE
 from ..ir.kinds.rules import known
 from ..target import ROWS, Target
 from .rewrite import rewrite
 
 
 def sink_quantize(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a `quantize` before each `dispatch` whose rows are only picked to be
-    quantized, to an encoding that the target's products read.
+    """The Fusion with a `quantize` before each operation that moves rows which are only picked to
+    be quantized, to an encoding that the target's products read.
     """
     results = {op: _only_read_in(fusion, op) for op in fusion.ops}
     read = {ROWS.get(form) for form in target.activation_formats}
@@ -27,9 +26,9 @@ def sink_quantize(fusion: Fusion, target: Target) -> Fusion:
 
 
 def _only_read_in(fusion: Fusion, op: Op) -> Encoding | None:
-    """The encoding to which all that reads the rows of a `dispatch` quantizes them."""
+    """The encoding to which all that reads rows that were moved quantizes them."""
     rows = op.outputs[0]
-    if op.kind.name != "dispatch" or len(op.outputs) > 4 or rows in fusion.outputs:
+    if not op.kind.moves_rows_in or rows in fusion.outputs:
         return None
     results: set[Encoding | None] = set()
     for gather in fusion.readers.get(rows, ()):
@@ -39,7 +38,8 @@ def _only_read_in(fusion: Fusion, op: Op) -> Encoding | None:
             return None
         results |= {_of_rows(reader) for reader in fusion.readers.get(picked, ())}
     encoding = results.pop() if len(results) == 1 else None
-    return encoding if encoding and _in_pieces(encoding, known(rows.type.shape[1])) else None
+    width, piece = rows.type.shape[1], op.kind.moves_rows_in
+    return encoding if encoding and _in_pieces(encoding, known(width), piece) else None
 
 
 def _of_rows(op: Op) -> Encoding | None:
@@ -48,9 +48,9 @@ def _of_rows(op: Op) -> Encoding | None:
     return op.encoding if alone else None
 
 
-def _in_pieces(encoding: Encoding, width: int) -> bool:
+def _in_pieces(encoding: Encoding, width: int, piece: int) -> bool:
     shapes = [(encoding.part_shape(part, (), 1, width), part) for part in encoding.parts]
-    return all(shape[-1] * part.dtype.itemsize % PIECE == 0 for shape, part in shapes)
+    return all(shape[-1] * part.dtype.itemsize % piece == 0 for shape, part in shapes)
 
 
 def _rule(
@@ -65,8 +65,9 @@ def _rule(
         x, *others = inputs
         codes, *beside = fd.ops.unpack(fd.ops.quantize(x, encoding=sent[op].name))
         result = fd.append(op.kind, [codes, *others, *beside], op.attrs)
-        scales[result[0]] = result[4:]
-        return result[:4]
+        before = len(op.outputs)
+        scales[result[0]] = result[before:]
+        return result[:before]
     gather = fd.producer(inputs[0], "index_select") if op.kind.name == "quantize" else None
     if gather is None or gather.values[0] not in scales:
         return None

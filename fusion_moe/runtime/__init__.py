@@ -12,7 +12,7 @@ shipped_cubins.py
                  CUDA kernels of common layers, which came with the package
 driver.py, cuda.py, faults.py
                  the CUDA driver, cubins, what kernels find wrong
-peers.py         tensors that may stand for memory that ranks share
+handles.py       inputs that stand for memory, in whose place kernels get addresses
 recording.py, timeline.py
                  who is told of launches, tiles that kernels marked
 check.py, dump.py

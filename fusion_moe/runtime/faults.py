@@ -86,7 +86,7 @@ _FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
         "processes; init_process_group(timeout=...) says how long ranks wait",
     ),
 }
-# by the phase of kernels/exchange.h
+# by the phase in which ranks exchange tokens
 _LOST = {
     1: "sent no ids of experts",
     2: "sent no rows of tokens",

@@ -177,15 +177,15 @@ void count(const Layer& layer, const std::int32_t* ends) {
     }
 }
 
-// Memory of ranks
+// Handles
 // -------------------------------------------------------------------------------------------------
 
-// The tables that handles stand for, as runtime/peers.py has them.
+// The tables that handles stand for, as their owners have them (handles.py).
 class Shared {
   public:
     struct Table {
         char* at;
-        i64 count, group;
+        i64 count, owner;
     };
 
     void put(const void* handle, Table table) {
@@ -196,11 +196,11 @@ class Shared {
             tables_.erase(handle);
     }
 
-    // The table of a tensor; null unless it is a handle of this group's memory.
-    char* find(const at::Tensor& handle, i64 group) {
+    // The table of a tensor; null unless it is a handle of this owner's.
+    char* find(const at::Tensor& handle, i64 owner) {
         const std::shared_lock lock(mutex_);
         const auto entry = tables_.find(handle.const_data_ptr());
-        const bool good = entry != tables_.end() && entry->second.group == group &&
+        const bool good = entry != tables_.end() && entry->second.owner == owner &&
                           entry->second.count == handle.numel();
         return good ? entry->second.at : nullptr;
     }
@@ -269,9 +269,9 @@ class LaunchPlan {
         Addresses arrays;
         for (const at::Tensor* t : key.tensors)
             arrays.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
-        for (std::size_t i = 0; i < peers_.size(); i += 2) {
-            const auto input = static_cast<std::size_t>(peers_[i]);
-            arrays[input] = shared().find(*key.tensors[input], peers_[i + 1]);
+        for (std::size_t i = 0; i < handles_.size(); i += 2) {
+            const auto input = static_cast<std::size_t>(handles_[i]);
+            arrays[input] = shared().find(*key.tensors[input], handles_[i + 1]);
             if (!arrays[input]) return {};
         }
         for (const Result& result : results_) results.push_back(of_result(result));
@@ -285,9 +285,9 @@ class LaunchPlan {
     i64 workspace() const { return arrays_.workspace; }
 
     // Ends a plan: the input that is the weight of the first product, and the array of its
-    // groups' ends, -1 for none; the inputs that are handles, each with the group.
+    // groups' ends, -1 for none; the inputs that are handles, each with the owner.
     void read_last(Numbers& reader) {
-        weight_ = reader.next(), ends_ = reader.next(), peers_ = reader.list();
+        weight_ = reader.next(), ends_ = reader.next(), handles_ = reader.list();
     }
 
     std::int32_t* ends(const Addresses& arrays) const {
@@ -296,7 +296,7 @@ class LaunchPlan {
 
   private:
     i64 weight_ = -1, ends_ = -1;
-    std::vector<i64> peers_;
+    std::vector<i64> handles_;
     ArraysOf<i64> arrays_;
     std::vector<Result> results_;
 };
@@ -731,10 +731,10 @@ void fusion_moe_record(const void* layers) {
     recorded.store(static_cast<const Layers*>(layers), std::memory_order_release);
 }
 
-// Has a tensor at `handle` stand for a table of the memory of a group; at 0: for nothing any more.
-void fusion_moe_share(i64 handle, i64 table, i64 count, i64 group) {
+// Has a tensor at `handle` stand for a table of this owner's; at 0: for nothing any more.
+void fusion_moe_share(i64 handle, i64 table, i64 count, i64 owner) {
     shared().put(reinterpret_cast<const void*>(handle),
-                 {reinterpret_cast<char*>(table), count, group});
+                 {reinterpret_cast<char*>(table), count, owner});
 }
 
 // How many keys are known.

@@ -164,11 +164,11 @@ def load() -> None:
         _library = native
 
 
-def share(handle: int, table: int, count: int, group: int) -> None:
-    """Tells C++ the table of a handle (peers.py), by their addresses; a table at 0: none."""
-    _shared[handle] = table, count, group
+def share(handle: int, table: int, count: int, owner: int) -> None:
+    """Tells C++ the table of a handle (handles.py), by their addresses; a table at 0: none."""
+    _shared[handle] = table, count, owner
     if _library is not None:
-        _library.fusion_moe_share(handle, table, count, group)
+        _library.fusion_moe_share(handle, table, count, owner)
 
 
 def record(layers: int | None) -> None:

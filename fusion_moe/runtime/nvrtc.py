@@ -63,11 +63,12 @@ class Headers(dict[str, str]):
         return store.key_of(*(part for header in self.items() for part in header))
 
 
-def headers(folder: Path) -> Headers:
-    """Each header of a folder and those in it, by its path there."""
+def headers(*folders: Path) -> Headers:
+    """Each header of folders and those in them, by its path there."""
     return Headers(
         {
             path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+            for folder in folders
             for path in sorted(folder.rglob("*.cuh"))
         }
     )

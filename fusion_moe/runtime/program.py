@@ -19,7 +19,7 @@ from ..errors import DeviceError, ShapeError
 from ..ir import Fusion, Op, Value, needed, storage
 from ..schedule.segment import Segment
 from ..target import Target
-from . import check, dump, native, peers, recording
+from . import check, dump, handles, native, recording
 from .kernel import Kernel
 from .launch_plan import LaunchPlan, counted
 from .precompile import Compiled, Noted, compile_all, note
@@ -97,8 +97,8 @@ class Program:
     def taken(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
     ) -> Sequence[torch.Tensor]:
-        """What kernels get for these inputs (peers.py). OptionError, ShapeError."""
-        return peers.tables(tensors, self._of_peers, env) if self._of_peers else tensors
+        """What kernels get for these inputs (handles.py)."""
+        return handles.tables(tensors, self._handles, env) if self._handles else tensors
 
     def plan_for_native(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]
@@ -108,8 +108,8 @@ class Program:
         if by_python or self.joined is None:
             return None
         plan = self.joined.plan(_device_of(tensors), env)
-        numbers, handles = plan.numbers(tensors), counted(peers.handles_of(self._of_peers))
-        return numbers and [plan.device.type == "cuda", *numbers, *self._counted, *handles]
+        numbers, inputs = plan.numbers(tensors), counted(handles.numbers(self._handles))
+        return numbers and [plan.device.type == "cuda", *numbers, *self._counted, *inputs]
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda",
@@ -190,9 +190,9 @@ class Program:
         return self.weight, self.joined.number(self.ends) if self.ends in self._arrays else -1
 
     @cached_property
-    def _of_peers(self) -> tuple[peers.Use, ...]:
-        """What it does with memory that ranks share."""
-        return peers.uses_of(self.fusion)
+    def _handles(self) -> tuple[handles.Handle, ...]:
+        """Its inputs that stand for memory."""
+        return handles.handles_of(self.fusion)
 
     @cached_property
     def _arrays(self) -> tuple[Value, ...]:

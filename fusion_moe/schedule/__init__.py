@@ -5,7 +5,7 @@ describe(fusion) -> a frozen dataclass for `explain`. They look at the kinds of 
 their dependencies; none of them knows any model's pattern. A backend's `plan` then says whether it
 has such a kernel.
 
-pointwise.py, rows.py, layout.py, grouped_gemm.py, collective.py
+pointwise.py, rows.py, layout.py, grouped_gemm.py
                  the schedulers; product.py: fprop, dgrad and wgrad described as one
 pieces.py        pieces grow along edges while a scheduler accepts them
 segment.py       split: Fusion -> Segments, each with the reason why it begins there
@@ -19,11 +19,11 @@ from typing import Protocol
 
 from ..ir import Fusion, Value
 from ..target import Target
-from . import collective, grouped_gemm, layout, pointwise, rows
+from . import grouped_gemm, layout, pointwise, rows
 
 
 class Scheduler(Protocol):
-    """The interface of each module in this folder."""
+    """The interface of each module in this folder, and of what an operation brings."""
 
     NAME: str
     # whether its kernels keep float32 where the program rounds and widens again
@@ -42,13 +42,14 @@ class Scheduler(Protocol):
 
 # asked in this order; kernels of CPUs, of CUDA and of the reference come in these kinds
 STANDARD: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)
-# and what ranks run together, for backends that have kernels for it
-WITH_RANKS: tuple[Scheduler, ...] = (*STANDARD, collective)
 
 
 def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:
-    """The first scheduler that accepts the fusion."""
-    accepting = (s for s in target.schedulers if s.can_schedule(fusion, target, kept) is None)
+    """The first scheduler that accepts the fusion: the target's, then those of its operations."""
+    own = (op.kind.scheduler for op in fusion.ops if op.kind.scheduler)
+    accepting = (
+        s for s in (*target.schedulers, *own) if s.can_schedule(fusion, target, kept) is None
+    )
     return next(accepting, None)
 
 

@@ -16,14 +16,13 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.backends.cuda import collective
+from fusion_moe.distributed.collectives import Together
+from fusion_moe.distributed.exchange import cuda as collective, peers
+from fusion_moe.distributed.exchange.kinds import PEERS
 from fusion_moe.encodings import ENCODINGS, FP8_E8M0, NVFP4, quantize
 from fusion_moe.errors import RankError
 from fusion_moe.integrations.distributed.symmetric import region_bytes
-from fusion_moe.ir.collectives import Together
-from fusion_moe.ir.kinds.collectives import PEERS
 from fusion_moe.layouts import LAYOUTS
-from fusion_moe.runtime import peers
 
 pytestmark = pytest.mark.gpu
 E, H, I, K, ROOM = 8, 512, 256, 3, 600

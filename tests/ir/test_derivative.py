@@ -16,11 +16,11 @@ from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
+from fusion_moe.distributed.collectives import Together
+from fusion_moe.distributed.exchange.kinds import PEERS, holders
 from fusion_moe.encodings import MXFP8, NVFP4, dequantize, quantize
-from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
-from fusion_moe.ir.kinds.collectives import PEERS, holders
 from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 
 about = About()

@@ -13,8 +13,8 @@ import torch
 from cpu_tiers import OF_VECTORS, program, together
 from test_what_verifies import KINDS, inputs, programs
 
+from fusion_moe.distributed.collectives import Together
 from fusion_moe.errors import GroupsError
-from fusion_moe.ir.collectives import Together
 
 FAR = -(2**31), 2**31 - 1
 # positions and values. Numbers of 32 rows, or experts; -1 is no expert

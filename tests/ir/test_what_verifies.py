@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fusion_moe import FusionDefinition
+from fusion_moe.distributed.collectives import Together
 from fusion_moe.encodings import ENCODINGS, Quantized
 from fusion_moe.errors import Error
-from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.kinds.quantized import STRAIGHT_THROUGH
 from fusion_moe.ir.kinds.runs import part_shape

@@ -8,8 +8,8 @@ from fusions import assert_same_bits, fusion_of_call
 
 from fusion_moe.backends import TARGETS, plan
 from fusion_moe.compile import lower
+from fusion_moe.distributed.collectives import Together
 from fusion_moe.encodings import NVFP4, quantize
-from fusion_moe.ir.collectives import Together
 from fusion_moe.options import Options
 from fusion_moe.passes import sink_quantize
 

@@ -330,7 +330,8 @@ def compiled(kernel: Any, arch: str) -> Path:
     from fusion_moe.runtime import nvrtc
 
     folder = Path(fusion_moe.__file__).parent / "backends" / "cuda" / "kernels"
-    return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=nvrtc.headers(folder))
+    headers = nvrtc.headers(folder, *getattr(kernel, "folders", ()))
+    return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=headers)
 
 
 def having(root: object, method: str) -> Iterator[Any]:

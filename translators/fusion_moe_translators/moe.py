@@ -16,7 +16,6 @@ from fusion_moe.ir.activation import Activation, activated, read, swiglu
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits, int8
-from fusion_moe.ir.kinds.collectives import PEERS
 from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
 from fusion_moe.ir.kinds.router import EPSILON
 from fusion_moe.ir.kinds.rows import weighted
@@ -32,6 +31,7 @@ from .lora import Adapter, adapter, low_rank
 from .pointwise import softplus
 from .weights import is_plain, packed, weight_type
 
+_BEFORE_RANKS = 4  # entries of `peers`, before one for each rank
 # those of recipes, and int8, round weights too
 ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, "fp8", *eight_bits.BY_FORMAT)
 
@@ -575,9 +575,11 @@ def _between_ranks(
     arguments.need_dtype("peers", peers.type, ("i64",))
     need_rank("peers", peers.type, 1)
     entries = plain(peers.type.shape[0])
-    if not isinstance(entries, int) or entries <= PEERS:
-        raise ShapeError(f"peers {shown(peers.type)}", expected=f"[R + {PEERS}] for R ranks")
-    ranks = fd.fresh_groups(entries - PEERS, stride=plain(rows))
+    if not isinstance(entries, int) or entries <= _BEFORE_RANKS:
+        raise ShapeError(
+            f"peers {shown(peers.type)}", expected=f"[R + {_BEFORE_RANKS}] for R ranks"
+        )
+    ranks = fd.fresh_groups(entries - _BEFORE_RANKS, stride=plain(rows))
     among: dict[str, Any] = {"experts": experts, "group": group}
     all_x, all_ids, all_w, ends = fd.ops.dispatch(x, ids, w, peers, groups=ranks, **among)
 

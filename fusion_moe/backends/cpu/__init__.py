@@ -17,12 +17,12 @@ from ...errors import UnsupportedError
 from ...ir import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
-from ...schedule import WITH_RANKS
+from ...schedule import STANDARD
 from ...schedule.product import products
 from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
-from ..backend import Backend
+from ..backend import Backend, source_of
 from ..cxx import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
@@ -37,8 +37,12 @@ NAME = "cpu"
 
 def plan(fusion: Fusion, kind: str) -> Source:
     """The C++ of a piece. UnsupportedError if there is none."""
-    if kind != "grouped_gemm":
-        return loops.source(fusion)
+    usual = _of_product if kind == "grouped_gemm" else loops.source
+    source: Source = source_of(fusion, NAME, usual)(fusion)
+    return source
+
+
+def _of_product(fusion: Fusion) -> Source:
     if products(fusion)[0].kind == "wgrad":
         return wgrad.source(plan_wgrad(fusion, ACTIVATIONS, alike=False))
     return grouped_mm.source(plan_product(fusion, readable(), dgrad=readable(), of_added=FLOATS))
@@ -70,7 +74,7 @@ BACKEND = Backend(
         Target(
             NAME,
             ("bf16", "int8"),
-            WITH_RANKS,
+            STANDARD,
             device="cpu",
             added_features={"fprop": 256, "dgrad": 256},
         ),

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ...ir import Fusion, Value, nbytes, storage
-from ...ir.kinds.collectives import PEERS, peers_of
 from ...runtime import build, memory, native
-from ...runtime.faults import rank_error
+from ...runtime.handles import handles_of
 from ...runtime.launch_plan import LaunchPlan, counted
 from ...runtime.memory import Memory
 from ...runtime.precompile import Build
@@ -48,7 +47,8 @@ class Library:
 
     @cached_property
     def _loaded(self) -> ctypes.CDLL:
-        return build.load(self.text, name="segments", isa_level=self.isa_level, include=[KERNELS])
+        folders = [KERNELS, *dict.fromkeys(f for s in self.sources for f in s.folders)]
+        return build.load(self.text, name="segments", isa_level=self.isa_level, include=folders)
 
     @cached_property
     def _products(self) -> Any:
@@ -118,27 +118,15 @@ class Launch(Function):
         super().__init__(library, f"run_{i}", arrays)
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        """The outputs of the segment. Raises the reference's error for bad input, RankError if a
-        rank of a collective operation did not answer.
+        """The outputs of the segment. Raises the error of bad input, which is the reference's if no
+        operation has one of its own.
         """
         result = self.plan(torch.device("cpu"), sizes).run(inputs)
         if result is None:
-            need_ranks(self.source.fusion, inputs)
+            for handle in handles_of(self.source.fusion):
+                handle.check(inputs[handle.input])
             return self.source.fusion.evaluate(*inputs, sizes=sizes)  # raises
         return tuple(result)
-
-
-def need_ranks(fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises the error of a call of `dispatch` or `combine_from` that waited in vain; ranks without
-    shared memory go through the process group.
-    """
-    for op in (op for op in fusion.ops if op.kind.role == "collective"):
-        peers = inputs[fusion.inputs.index(peers_of(op))].tolist()
-        if not peers[2]:
-            continue
-        header = (ctypes.c_ulonglong * 3).from_address(peers[PEERS + peers[0]])
-        if header[2]:
-            raise rank_error(header[2] >> 32, header[2] % 2**32 - 1, header[1] / 1e9, op.kind.name)
 
 
 @dataclass(frozen=True)

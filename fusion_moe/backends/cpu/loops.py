@@ -13,7 +13,6 @@ from ...errors import UnsupportedError
 from ...ir import AnySize, Dim, Fusion, Op, Value, elements, plain
 from ...ir.kinds.eight_bits import TRAINED
 from ..cxx import (
-    MADE_FIRST,
     Index,
     Number,
     Statement,
@@ -22,6 +21,7 @@ from ..cxx import (
     flat,
     hoisted,
     inner,
+    is_made_first,
     known,
     reduction,
     reshaped,
@@ -39,20 +39,20 @@ _ROW = Variable("row")
 _AT_ONCE, _LANES = 256, 16
 
 
-def source(fusion: Fusion) -> Source:
+def source(fusion: Fusion, writer: type[SegmentWriter] | None = None) -> Source:
     """The C++ of a segment that is elementwise, or sums, in loops over its elements.
     UnsupportedError, with the reason, if an operation of it cannot be written so.
     """
     whole = [v for op in fusion.ops for v in _whole(fusion, op)]
     memory = tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs))))
-    return Source(fusion, _Writer(fusion, memory).text(), memory)
+    return Source(fusion, (writer or LoopsWriter)(fusion, memory).text(), memory)
 
 
 def _whole(fusion: Fusion, op: Op) -> Sequence[Value]:
     """The values that are made completely, in memory, before others can read elements of them."""
     if op.kind.name == "quantize":
         return _unpacked(fusion, op)
-    return op.outputs if op.kind.name in (*MADE_FIRST, *_WHOLE) else ()
+    return op.outputs if is_made_first(op) or op.kind.name in _WHOLE else ()
 
 
 def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
@@ -70,12 +70,15 @@ def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
     return codes, scales
 
 
-class _Writer(SegmentWriter):
+class LoopsWriter(SegmentWriter):
+    """Writes the struct of a segment without a product."""
+
     def body(self) -> list[str]:
+        """The loops, one after the other."""
         lines: list[str] = []
         for op in self.fusion.ops:
             whole = _whole(self.fusion, op)
-            if whole and op.kind.name not in MADE_FIRST:
+            if whole and not is_made_first(op):
                 with naming(op):
                     lines += _WHOLE[op.kind.name](self, op)
             self.ready(whole)
@@ -451,17 +454,17 @@ class _Writer(SegmentWriter):
         return [f"swizzle_128x4({arguments}, {self.names[out]});"]
 
 
-_WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
-    "sum": _Writer._sum,
-    "logsumexp": _Writer._logsumexp,
-    "combine": _Writer._combine,
-    "group_sum": _Writer._group_sum,
-    "index_put_accumulate": _Writer._index_put_accumulate,
+_WHOLE: dict[str, Callable[[LoopsWriter, Op], list[str]]] = {
+    "sum": LoopsWriter._sum,
+    "logsumexp": LoopsWriter._logsumexp,
+    "combine": LoopsWriter._combine,
+    "group_sum": LoopsWriter._group_sum,
+    "index_put_accumulate": LoopsWriter._index_put_accumulate,
     "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
-    "decode_scale": _Writer._decode_scale,
-    "quantize": _Writer._quantize,
-    "transpose_blocks": _Writer._transpose_blocks,
-    "grouped_swizzle": _Writer._grouped_swizzle,
+    "decode_scale": LoopsWriter._decode_scale,
+    "quantize": LoopsWriter._quantize,
+    "transpose_blocks": LoopsWriter._transpose_blocks,
+    "grouped_swizzle": LoopsWriter._grouped_swizzle,
 }
 
 

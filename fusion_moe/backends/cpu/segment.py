@@ -11,24 +11,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from string import Template
-from typing import Any
 
 from ...ir import Dim, Fusion, Op, Rows, Value, elements, plain
 from ..cxx import (
-    MADE_FIRST,
     Index,
     Number,
     Writer,
     below,
     indented,
+    is_made_first,
     made_by_route,
     router,
     size,
     stored,
 )
 from ..cxx.product_plan import are_all_rows
-from ..inexpressible import Inexpressible, naming
+from ..inexpressible import naming
 
 _STRUCT = Template("""\
 struct Segment {
@@ -68,8 +68,8 @@ class Source:
     inputs of the fusion, then to these. transposed: the input, if any, that is passed with its last
     two dimensions swapped. product: the encoding of weights ("" for none), the kind of the
     grouped product that `run` needs, which is the name of a file in kernels/, and the weights'
-    layout; None for no product. more_headers:
-    those in kernels/ that only some texts need.
+    layout; None for no product. more_headers: those that only some texts need, in kernels/ or in
+    these folders.
     """
 
     fusion: Fusion
@@ -78,17 +78,16 @@ class Source:
     transposed: Value | None = None
     product: tuple[str, str, str] | None = None
     more_headers: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """The headers in kernels/ that the source includes."""
+        """The headers that the source includes."""
         routes = any(op.kind.name in router.ROUTER for op in self.fusion.ops)
-        between_ranks = any(op.kind.role == "collective" for op in self.fusion.ops)
         return (
             "product.h",
             "rows.h",
             *(("router.h",) if routes else ()),
-            *(("exchange.h",) if between_ranks else ()),
             *self.more_headers,
         )
 
@@ -167,7 +166,7 @@ class SegmentWriter(Writer, ABC):
                 if dim is not None:
                     lines += self._checked(op.values[1], op.values[0].type.shape[dim])
                 lines += write(op) if write else []
-            if op.kind.name in MADE_FIRST:
+            if is_made_first(op):
                 self.ready(op.outputs)
         return lines
 
@@ -215,24 +214,6 @@ class SegmentWriter(Writer, ABC):
             "pool",
         ]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, inputs))});"
-
-    def _first_dispatch(self, op: Op) -> list[str]:
-        if len(op.values) > 4:
-            raise Inexpressible(op, "rows in codes have no kernel here")
-        groups = op.attrs["groups"]
-        return self._between_ranks(op, op.values[0], op.values[1], groups.count, groups.stride)
-
-    def _first_combine_from(self, op: Op) -> list[str]:
-        y, _, ids, ends, _ = op.values
-        groups = ends.type.ends
-        assert groups is not None
-        return self._between_ranks(op, y, ids, groups.count, groups.stride)
-
-    def _between_ranks(self, op: Op, x: Value, ids: Value, ranks: Any, each: Any) -> list[str]:
-        (tokens, slots), width = map(size, ids.type.shape), size(x.type.shape[1])
-        sizes = [size(ranks), size(each), op.attrs["experts"], tokens, slots, width]
-        inputs = [*map(self.array, op.values), *sizes, *(self.names[v] for v in op.outputs)]
-        return [f"if (!{op.kind.name}({', '.join(map(str, inputs))})) return false;"]
 
     def _first_place(self, op: Op) -> list[str]:
         (ids, expert_map), (result,) = op.values, op.outputs

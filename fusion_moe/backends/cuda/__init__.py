@@ -12,7 +12,6 @@ fp8.py          products of rows in e4m3 codes
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit
                 matrices; dgrad of weights in few bits
 routing.py      what runs before products: routers (router.py), and what sorts rows by expert
-collective.py   what ranks exchange by stores into each other's memory
 readers.py      the readers of weights: derived from descriptors, or written
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how
                 many rows, by GPU; heuristics.py: the choice for a product
@@ -35,19 +34,17 @@ from ...errors import UnsupportedError
 from ...ir import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
-from ...schedule import WITH_RANKS
+from ...schedule import STANDARD
 from ...schedule.segment import Segment
 from ...target import Target
 from .. import reference
-from ..backend import Backend
-from . import fp8
+from ..backend import Backend, source_of
+from . import fp8, product
 from .choose import Choice, Step
-from .collective import Collective
 from .heuristics import check_variant
 from .join import join
 from .launch import Launch
 from .loops import Loops
-from .product import source_of
 from .source import Sizes, Source
 from .table import table_of
 from .variants import Matrices
@@ -61,12 +58,10 @@ def plan(fusion: Fusion, kind: str) -> Source:
     """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
     if why := cuda.why_too_old():
         raise UnsupportedError(why)
-    source: Source = _SOURCES.get(kind, Loops)(fusion)
+    usual = product.source_of if kind == "grouped_gemm" else Loops
+    source: Source = source_of(fusion, NAME, usual)(fusion)
     _text(source)  # which says what cannot be written
     return source
-
-
-_SOURCES = {"grouped_gemm": source_of, "collective": Collective}
 
 
 def emit(segment: Segment) -> Kernel:
@@ -125,7 +120,7 @@ BACKEND = Backend(
         Target(
             NAME,
             ("bf16", "fp8"),
-            WITH_RANKS,
+            STANDARD,
             device="cuda",
             ran_on=((9, 0),),
             weight_layout="w16x64",
@@ -136,7 +131,6 @@ BACKEND = Backend(
             matrix_scales=(NVFP4.name,),
             requantized_from=_requantized_from,
             transposed_columns=_transposed_columns,
-            sends_sums=True,
         ),
     ),
     plan,

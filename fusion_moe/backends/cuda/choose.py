@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ... import options
 from ...arch import Arch
 from ...ir import nbytes
 from ...runtime import memory
 from ...runtime.memory import Memory
-from .collective import Collective
 from .dataflow import Inner, Parts
 from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
@@ -117,12 +115,7 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
         replace(s.choose(None if any_size else sizes, arch, parts.variant), any_size=any_size)
         for s in sources
     ]
-    # ranks send in one order, but each has kernels for any size until its own are compiled
-    may_send = not options.current().background_compile
-    may_chain = [
-        may_send if isinstance(s, Collective) else c.may_chain
-        for s, c in zip(sources, chosen, strict=True)
-    ]
+    may_chain = [s.may_chain(c) for s, c in zip(sources, chosen, strict=True)]
     links = [(i, j) for i, j in parts.links if may_chain[i] and may_chain[j]]
     for i, j in links:
         chosen[i], chosen[j] = (

@@ -261,7 +261,9 @@ def _title(parts: Parts) -> str:
 
 def build(kernel: KernelSource, arch: Arch) -> Path:
     """The cubin of a kernel."""
-    return nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
+    return nvrtc.build(
+        kernel.text, name=kernel.name, arch=arch.nvrtc, headers=headers(*kernel.folders)
+    )
 
 
 def _builds(choice: Choice) -> Iterator[Build]:
@@ -284,7 +286,7 @@ def _cubins(choice: Choice) -> dict[Hashable, Path]:
 def _where() -> Hashable:
     """What cubins depend on beside the keys of their builds."""
     now = options.current()
-    return now.cache_dir, now.cuda_debug, _headers().key
+    return now.cache_dir, now.cuda_debug, headers().key
 
 
 def _build_of(kernel: KernelSource, arch: Arch) -> Build:
@@ -298,13 +300,16 @@ def _missing(choice: Choice) -> list[Build]:
         _build_of(kernel, choice.arch)
         for kernel in choice.kernels
         if (where, (arch, kernel.text)) not in _had
-        and not nvrtc.is_built(kernel.text, name=kernel.name, arch=arch, headers=_headers())
+        and not nvrtc.is_built(
+            kernel.text, name=kernel.name, arch=arch, headers=headers(*kernel.folders)
+        )
     ]
 
 
 @cache
-def _headers() -> nvrtc.Headers:
-    return nvrtc.headers(KERNELS)
+def headers(*folders: Path) -> nvrtc.Headers:
+    """Those of kernels/, and of other folders."""
+    return nvrtc.headers(KERNELS, *folders)
 
 
 def _loaded(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from ...arch import Arch
 from ...ir import AnySize, Fusion, Op, Value, elements, exact_div, plain
 from ..cxx import (
-    MADE_FIRST,
     Number,
     Variable,
     hoisted,
     inner,
+    is_made_first,
     known,
     reduction,
     reshaped,
@@ -57,8 +57,8 @@ class Loops(Source):
         whole = [
             v
             for op in fusion.ops
-            if op.kind.name
-            in (*MADE_FIRST, "transpose_blocks", "transpose_row_blocks", "decode_scale")
+            if is_made_first(op)
+            or op.kind.name in ("transpose_blocks", "transpose_row_blocks", "decode_scale")
             or op in (*self.sums, *self.saved)
             for v in self._made.get(op, op.outputs)
         ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir import Op, elements, plain, value
-from ..cxx import MADE_FIRST, made_by_route, size, stored
+from ..cxx import is_made_first, made_by_route, size, stored
 from ..inexpressible import naming
 from . import router
 from .source import KernelSource, Sizes, Source
@@ -27,7 +27,7 @@ def made_first(
     that another kernel computes.
     """
     found, done = list[KernelSource](), {without}
-    for op in (o for o in source.fusion.ops if o.kind.name in MADE_FIRST):
+    for op in filter(is_made_first, source.fusion.ops):
         if op in done:
             continue
         with naming(op):

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir import AnySize, Dim, Fusion, Op, Value, ceildiv, elements, needed, plain, value
 from ..cxx import (
-    MADE_FIRST,
     Call,
     Elements,
     Expression,
@@ -31,6 +31,7 @@ from ..cxx import (
     indented,
     inner,
     is_index,
+    is_made_first,
     reshaped,
     size,
     stored,
@@ -102,7 +103,8 @@ class KernelSource:
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must
     hold just these: see runtime/cuda.py. title: a name for people. given, boxes: its parameters
     after the struct. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples
-    of it. min_blocks: how many of its blocks a multiprocessor is to have.
+    of it. min_blocks: how many of its blocks a multiprocessor is to have. folders: where it
+    has headers beside kernels/.
     """
 
     name: str
@@ -119,6 +121,7 @@ class KernelSource:
     given: Given | None = None
     cluster: int = 1
     min_blocks: int = 1
+    folders: tuple[Path, ...] = ()
 
     def at(self, sizes: Sizes) -> KernelSource:
         """The same with a number of blocks."""
@@ -220,6 +223,10 @@ class Source(Writer, ABC):
         """Which of the arrays (inputs, memory, scratch) the struct of a choice has, in order."""
         return range(len(self.fusion.inputs) + len(self.memory) + len(self.scratch))
 
+    def may_chain(self, chosen: Chosen) -> bool:
+        """Whether it may agree with another product, or with who sends rows, on fragment order."""
+        return chosen.may_chain
+
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
         """The result, and its number of columns, that can be in fragment order, too."""
@@ -228,7 +235,7 @@ class Source(Writer, ABC):
     @property
     def made_later(self) -> list[Value]:
         """The values that are not in memory when routing runs."""
-        first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}
+        first = {v for op in self.fusion.ops if is_made_first(op) for v in op.outputs}
         return [v for v in self.memory if v not in first]
 
     def kernel(self, name: str, body: Sequence[str], blocks: AnySize, **more: Any) -> KernelSource:

@@ -11,11 +11,11 @@ from .indices import Call, Index, Number, Variable, flat, is_index, reshaped, si
 from .orders import order_struct
 from .product_plan import (
     ACTIVATIONS,
-    MADE_FIRST,
     ProductPlan,
     WgradPlan,
     base_of,
     below,
+    is_made_first,
     known,
     made_by_route,
     need_one_width,
@@ -37,7 +37,6 @@ from .writer import Writer
 
 __all__ = [
     "ACTIVATIONS",
-    "MADE_FIRST",
     "Call",
     "Elements",
     "Epilogue",
@@ -58,6 +57,7 @@ __all__ = [
     "indented",
     "inner",
     "is_index",
+    "is_made_first",
     "known",
     "made_by_route",
     "need_one_width",

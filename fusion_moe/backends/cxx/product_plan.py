@@ -26,11 +26,12 @@ _MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time f
 # what leaves rows of zeros zeros, if its first operand has them; "add": if all have; "group_add":
 # of the same groups
 _OF_ZEROS = ("add", "cast", "group_add", "group_mul", "partition", "reshape")
-# before everything else, with each result in memory
-MADE_FIRST = (
-    *("topk_ids", "topk_weights", "place", "route", "invert", "problem_ends"),
-    *("dispatch", "combine_from"),
-)
+_MADE_FIRST = ("topk_ids", "topk_weights", "place", "route", "invert", "problem_ends")
+
+
+def is_made_first(op: Op) -> bool:
+    """Whether an operation runs before everything else, with each result in memory."""
+    return op.kind.name in _MADE_FIRST or bool(op.kind.sources)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def plan_product(
             _weight(fusion, other.op, of_added)
             _check_activations(other.op, ACTIVATIONS)
     after = dependent(fusion.ops, [op.outputs[0], *(p.result for p in added)])
-    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
+    first = tuple(filter(is_made_first, fusion.ops))
     sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
     of_sums = dependent(fusion.ops, [v for o in sums for v in o.outputs])
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
@@ -310,7 +311,7 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
             expected=f"two of {' or '.join(dtypes)}",
         )
     _need_inside(fusion, actual.op, ())
-    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
+    first = tuple(filter(is_made_first, fusion.ops))
     _need_ends(fusion, actual, {v for o in first for v in o.outputs})
     for v in fusion.outputs:
         if elements(v.type.shape) != elements(actual.result.type.shape):

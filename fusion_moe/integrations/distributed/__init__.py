@@ -10,8 +10,8 @@ else in the model stays unchanged. docs/guides/distributed.md has a table.
 
 parallelize.py   `parallelize_`; shares.py: of experts or of features; states.py: in state dicts
 dispatch.py, all_to_all.py
-                 collectives around a module's forward
-symmetric.py     memory that ranks of a node share, for exchange inside the program
+                 collectives around a module's forward; collectives.py: as operations of torch
+symmetric.py     memory that ranks of a node share, for exchange/ inside the program
 clip.py          norms of gradients over ranks
 """
 

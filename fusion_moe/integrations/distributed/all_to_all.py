@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...definitions.operations import restored
-from ...ir.collectives import all_to_all
-from ...ir.kinds.collectives import holders
+from .collectives import all_to_all
 from .dispatch import Linear
+from .exchange.kinds import holders
 
 
 class Assignment(NamedTuple):

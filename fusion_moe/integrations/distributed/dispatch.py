@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DtypeError, ShapeError
-from ...ir.collectives import all_gather, all_reduce, reduce_scatter
+from .collectives import all_gather, all_reduce, reduce_scatter
 
 TOKENS = ("replicated", "sharded")
 

@@ -1,6 +1,6 @@
 """dispatch="symmetric": the ranks of a node write tokens, and sums for them, into each other's
 memory, as operations of the programs that compute the experts and their gradients
-(ir/kinds/collectives.py).
+(exchange/).
 
     memory = GroupMemory.of_group(group, device)        # checks; UnsupportedError says why not
     layer = memory.layer(experts, features)             # on all ranks, in the same order
@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import OptionError, ShapeError, UnsupportedError
-from ...ir.kinds.collectives import MOST_SLOTS, PEERS
 from ...layouts import ceil_to
 from ...messages import MUCH, amount, phase, warn_once
 from ...nn import Experts
-from ...runtime import cuda, peers
+from ...runtime import cuda
 from ...runtime.turns import Turns
 from .dispatch import Dispatcher, divide_forward
+from .exchange import peers
+from .exchange.kinds import MOST_SLOTS, PEERS
 
 _CHUNKS, _PIECES, _MOST_RANKS, _TILE = 256, 16, 64, 256
 _LESS = "a lower capacity, or fewer tokens in a call (vLLM: --max-num-batched-tokens)"
@@ -47,7 +48,7 @@ NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"
 def region_bytes(ranks: int, tokens: int, row: int) -> int:
     """The bytes of shared memory that each rank needs to exchange up to `tokens` tokens of each of
     `ranks` ranks, forward and backward; row: bytes of one token's activations. The layout is that
-    of backends/cpu/kernels/exchange.h (GPUs leave its flags unused).
+    of exchange/kernels/exchange.h (GPUs leave its flags unused).
     """
     flags = 8 * _PIECES, 8 * _CHUNKS, 8 * _CHUNKS
     ids = weights = 4 * MOST_SLOTS * tokens
@@ -227,7 +228,7 @@ class GroupMemory:
 
 class Layer:
     """A layer that uses the memory of a group. peers i64[4 + R]: what stands for that in calls
-    (runtime/peers.py), until the layer is freed. capacity: the most tokens of any rank, 0 if all
+    (exchange/peers.py), until the layer is freed. capacity: the most tokens of any rank, 0 if all
     have equally many. float32_sums: whether ranks' sums are added before they are rounded.
     """
 

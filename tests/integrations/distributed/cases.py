@@ -46,9 +46,9 @@ import fusion_moe
 import fusion_moe.transformers as ours
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_, symmetric
+from fusion_moe.distributed.collectives import all_reduce
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, Quantized, quantize
 from fusion_moe.errors import OptionError, RankError, ShapeError, UnsupportedError
-from fusion_moe.ir.collectives import all_reduce
 from fusion_moe.lora.files import load_lora_, save_lora
 from fusion_moe.nn import (
     Experts,

@@ -1,4 +1,4 @@
-"""The protocol by which ranks write into each other's memory (kernels/exchange.h), between
+"""The protocol by which ranks write into each other's memory (exchange/kernels/exchange.h), between
 processes with delays, and without one of them. ThreadSanitizer sees the same code in threads.
 """
 
@@ -11,17 +11,18 @@ import pytest
 from on_cpu import compiled
 
 from fusion_moe.backends.cpu.readers import KERNELS
-from fusion_moe.distributed import symmetric
+from fusion_moe.distributed import exchange, symmetric
 
 pytestmark = [pytest.mark.compiler]
 
 
+INCLUDE = f"-I{exchange.KERNELS}", f"-I{KERNELS}"
 TEXT = Path(__file__).with_name("exchange.cpp").read_text()
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    return compiled(tmp_path_factory.mktemp("exchange"), TEXT, f"-I{KERNELS}")
+    return compiled(tmp_path_factory.mktemp("exchange"), TEXT, *INCLUDE)
 
 
 def said(program: Path, *arguments: object) -> list[str]:
@@ -55,7 +56,7 @@ def test_a_rank_in_another_layer_is_named(program):
 @pytest.mark.once
 def test_no_race(tmp_path):
     """Every byte that ranks share is ordered by a flag."""
-    made = compiled(tmp_path, TEXT, "-g", "-fsanitize=thread", f"-I{KERNELS}")
+    made = compiled(tmp_path, TEXT, "-g", "-fsanitize=thread", *INCLUDE)
     assert said(made, 3, 300, 1, "threads") == ["good"] * 3
 
 
@@ -68,7 +69,7 @@ def test_room_is_what_the_kernels_use(tmp_path):
         "    const Region region(0, ranks, tokens, row);\n"
         '    std::printf("%lld\\n", (long long)(region.end()));\n}\n'
     )
-    made = compiled(tmp_path, text, f"-I{KERNELS}")
+    made = compiled(tmp_path, text, *INCLUDE)
     for shape in (2, 1, 512), (4, 100, 14336), (8, 8192, 14336):
         (end,) = said(made, *shape)
         assert int(end) <= symmetric.region_bytes(*shape) < int(end) + 256

@@ -13,11 +13,12 @@ from experts import experts
 
 from fusion_moe import FusionDefinition
 from fusion_moe.distributed import parallelize, symmetric
+from fusion_moe.distributed.exchange import peers
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import FusionError, OptionError, RankError, ShapeError
 from fusion_moe.nn import prepare_
 from fusion_moe.nn.frozen import adaptable
-from fusion_moe.runtime import faults, native, peers
+from fusion_moe.runtime import faults, native
 
 HERE, THERE = ("node", "boot"), ("node", "another boot")
 

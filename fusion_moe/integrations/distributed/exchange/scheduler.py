@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir import Fusion, Op, Value, dependent
-from ..target import Target
-from . import pointwise
+from ....ir import Fusion, Op, Value, dependent
+from ....schedule import pointwise
+from ....schedule.plan import REFERENCE
+from ....target import Target
 
 NAME = "collective"
+_TARGETS = ("cpu", "cuda", REFERENCE)
+_SENDING_SUMS = ("cuda",)  # whose kernels make the sums that they send
 CONTRACTS_ROUNDING = False
 _WAITS = {
     "dispatch": ("rows to the ranks that need them", "the ids of all ranks, and rows of each"),
@@ -36,10 +39,12 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     """None for a single collective operation, with views; where the target sends sums, also with
     the `combine` that makes what is sent, and operations on its elements.
     """
+    if target.name not in _TARGETS:
+        return f"{target.name} has no kernels that ranks run together"
     results = [op for op in fusion.ops if op.kind.role == "collective"]
     if len(results) != 1:
         return f"{' and '.join(op.kind.name for op in results) or 'no collective'} in a piece"
-    sums = combine_before(fusion) if target.sends_sums else None
+    sums = combine_before(fusion) if target.name in _SENDING_SUMS else None
     result = dependent(fusion.ops, sums.outputs) if sums else set()
     for op in fusion.ops:
         after_sums = op.kind.role == "pointwise" and not result.isdisjoint(op.values)

@@ -15,8 +15,7 @@ divided like DTensor's Shard(0), ceil(E / R) to a rank.
 
 All ranks of a group run the same of these operations in one order. Each waits for all ranks, so
 these have ended the one before when it ends. peers i64[R + 4] says where their buffers are, for
-kernels that share memory (distributed/symmetric.py); the definitions here go through the process
-group.
+kernels that share memory (symmetric.py); the definitions here go through the process group.
 """
 
 from __future__ import annotations
@@ -30,13 +29,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...errors import DtypeError, FusionError, ShapeError
-from ...layouts import as_bytes, ceil_to
+from ....errors import DtypeError, FusionError, ShapeError
+from ....ir import DTYPES, FLOATS, NARROW, AnySize, Groups, Op, TensorType, Value, plain
+from ....ir.core import Need, OpKind
+from ....ir.kinds.rules import (
+    Types,
+    need,
+    need_ends,
+    need_float,
+    need_rank,
+    need_rows_of,
+    need_same,
+)
+from ....ir.types import INTS, wide
+from ....layouts import as_bytes, ceil_to
 from ..collectives import all_gather, all_to_all
-from ..core import Need, Op, OpKind, Value
-from ..sizes import AnySize
-from ..types import DTYPES, FLOATS, INTS, NARROW, Groups, TensorType, plain, wide
-from .rules import Types, need, need_ends, need_float, need_rank, need_rows_of, need_same
 
 PEERS = 4  # entries of `peers` before the addresses of the ranks' memory
 _NAME = re.compile(r"[\w.:/,+-]+", re.ASCII)  # of a process group, in texts of programs
@@ -272,6 +279,7 @@ TABLE = (
         _dispatch_needs,
         role="collective",
         outputs=None,
+        moves_rows_in=PIECE,
     ),
     OpKind(
         "combine_from", _combine_from_type, _combine_from, _combine_from_grad, role="collective"

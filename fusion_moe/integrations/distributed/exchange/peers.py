@@ -2,8 +2,8 @@
 
     handle = issue(ranks + 4, group, device)
     tell(handle, [rank, layer, tokens, row, *addresses])    # for kernels
-    uses = uses_of(program)
-    taken = tables([handle], uses, sizes)       # for a call: tables in place of handles
+    use = use_of(operation, program)
+    table = use.table(handle, sizes)        # for a call of the program, in place of the handle
 
 Kernels store to the addresses in a table, so nobody else holds one. What a program gets is a
 handle, whose elements nothing reads: a call finds the table by where the handle lies, and refuses
@@ -12,16 +12,18 @@ every other tensor. native.cpp has the same register.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import Error, FusionError, OptionError, ShapeError
-from ..ir import AnySize, Fusion, Op, value
-from ..ir.kinds.collectives import PEERS, peers_of, sent_of
-from . import native
+from ....errors import Error, FusionError, OptionError, ShapeError
+from ....ir import AnySize, Fusion, Op, value
+from ....runtime import native
+from ....runtime.faults import rank_error
+from .kinds import PEERS, peers_of, sent_of
 
 
 @dataclass
@@ -34,18 +36,6 @@ class _Issued:
     table: Tensor
     group: str
     room: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class Use:
-    """An operation's use of an input: memory of a group, with room for rows of each rank, and bytes
-    of each.
-    """
-
-    input: int
-    group: str
-    rows: AnySize
-    row: AnySize
 
 
 _issued: dict[int, _Issued] = {}
@@ -79,42 +69,33 @@ def revoke(address: int) -> None:
     del _issued[address]
 
 
-def uses_of(fusion: Fusion) -> tuple[Use, ...]:
-    """What a program does with memory of ranks. FusionError if it computes where that is."""
-    return tuple(_use(op, fusion) for op in fusion.ops if op.kind.role == "collective")
-
-
-def _use(op: Op, fusion: Fusion) -> Use:
-    peers = peers_of(op)
-    if peers not in fusion.inputs:
-        raise FusionError(
-            f"{peers.name} {peers.type}, which the program computes",
-            expected="peers that are an input: addresses are never computed",
-            where=op.kind.name,
-        )
-    return Use(fusion.inputs.index(peers), str(op.attrs["group"]), *sent_of(op))
-
-
-def handles_of(uses: Sequence[Use]) -> list[int]:
-    """The inputs that are handles, for C++: input, group, input, group, ..."""
-    return [n for use in uses for n in (use.input, _number(use.group))]
-
-
-def tables(
-    tensors: Sequence[Tensor], uses: Sequence[Use], sizes: Mapping[str, int]
-) -> list[Tensor]:
-    """The inputs of a call with tables in place of handles. OptionError for anything else, unless
-    it lies on the CPU and is zeros: then ranks share no memory. ShapeError without room.
+@dataclass(frozen=True)
+class Use:
+    """An operation's use of an input: memory of a group, with room for rows of each rank, and bytes
+    of each. It is a handle (runtime/handles.py).
     """
-    taken = list(tensors)
-    for use in uses:
-        argument = tensors[use.input]
-        issued = _issued.get(argument.data_ptr())
-        if issued is None and argument.device.type == "cpu" and not argument.any():
-            continue
-        if issued is None or issued.table.numel() != argument.numel() or issued.group != use.group:
-            raise _refused(argument, issued, use.group)
-        need = value(use.rows, sizes), value(use.row, sizes)
+
+    input: int
+    group: str
+    rows: AnySize
+    row: AnySize
+    operation: str
+
+    @property
+    def owner(self) -> int:
+        """The group's number."""
+        return _number(self.group)
+
+    def table(self, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """The table of a handle. OptionError for anything else, unless it lies on the CPU and is
+        zeros: then ranks share no memory. ShapeError without room.
+        """
+        issued = _issued.get(tensor.data_ptr())
+        if issued is None and tensor.device.type == "cpu" and not tensor.any():
+            return tensor
+        if issued is None or issued.table.numel() != tensor.numel() or issued.group != self.group:
+            raise _refused(tensor, issued, self.group)
+        need = value(self.rows, sizes), value(self.row, sizes)
         if issued.room[0] and (need[0] > issued.room[0] or need[1] > issued.room[1]):
             raise ShapeError(
                 f"{need[0]} tokens of a rank, of {need[1]} bytes each",
@@ -122,8 +103,32 @@ def tables(
                 "ranks share",
                 where="peers",
             )
-        taken[use.input] = issued.table
-    return taken
+        return issued.table
+
+    def check(self, table: Tensor) -> None:
+        """RankError for a call that waited in vain; ranks without shared memory go through the
+        process group.
+        """
+        rank, _, room, _, *addresses = table.tolist()
+        if not room:
+            return
+        _, limit, broken = (ctypes.c_ulonglong * 3).from_address(addresses[rank])
+        if broken:
+            raise rank_error(broken >> 32, broken % 2**32 - 1, limit / 1e9, self.operation)
+
+
+def use_of(op: Op, fusion: Fusion) -> Use:
+    """What an operation does with memory of ranks. FusionError if the program computes where that
+    is.
+    """
+    peers = peers_of(op)
+    if peers not in fusion.inputs:
+        raise FusionError(
+            f"{peers.name} {peers.type}, which the program computes",
+            expected="peers that are an input: addresses are never computed",
+            where=op.kind.name,
+        )
+    return Use(fusion.inputs.index(peers), str(op.attrs["group"]), *sent_of(op), op.kind.name)
 
 
 def _refused(tensor: Tensor, issued: _Issued | None, group: str) -> Error:

@@ -5,15 +5,18 @@ kernels/exchange.cuh. A kernel sends, and then waits for what others send.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ...arch import Arch
-from ...ir import DTYPES, Fusion, Groups, Value, plain
-from ...ir.kinds.collectives import PIECE, peers_of
-from ...schedule.collective import combine_before
-from ..cxx import inner, known, size, stored
-from ..inexpressible import Inexpressible
-from .heuristics import Chosen
-from .source import KernelSource, Sizes, Source
+from .... import options
+from ....arch import Arch
+from ....backends.cuda.heuristics import Chosen
+from ....backends.cuda.source import KernelSource, Sizes, Source
+from ....backends.cxx import inner, known, size, stored
+from ....backends.inexpressible import Inexpressible
+from ....ir import DTYPES, Fusion, Groups, Value, plain
+from . import KERNELS
+from .kinds import PIECE, peers_of
+from .scheduler import combine_before
 
 _K_BLOCK = 64  # columns: kernels/fragment_order.cuh
 _HEADERS = ("exchange.cuh",)
@@ -65,6 +68,10 @@ class Collective(Source):
         equal = self.op.attrs["experts"] % self._ranks == 0
         return (rows, width) if self.sends and fits and equal else None
 
+    def may_chain(self, chosen: Chosen) -> bool:
+        """Ranks send in one order, but each has kernels for any size until its own are compiled."""
+        return not options.current().background_compile
+
     def _call(self, blocks: int) -> tuple[str, str]:
         """The type of a call, and the call."""
         ids = self.op.values[1]
@@ -77,7 +84,8 @@ class Collective(Source):
         )
 
     def _kernel(self, name: str, body: Sequence[str], blocks: int) -> list[KernelSource]:
-        return [self.kernel(name, body, blocks, headers=_HEADERS, threads=_THREADS)]
+        kernel = self.kernel(name, body, blocks, headers=_HEADERS, threads=_THREADS)
+        return [replace(kernel, folders=(KERNELS,))]
 
     def _dispatch(self, blocks: int, fragment_order: bool) -> list[KernelSource]:
         x, ids, w, _, *scales = self.op.values

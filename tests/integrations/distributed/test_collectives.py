@@ -9,11 +9,11 @@ from fusions import assert_same_bits, fusion_of_call, round_trip
 
 import fusion_moe
 from fusion_moe import FusionDefinition
+from fusion_moe.distributed.collectives import Together
+from fusion_moe.distributed.exchange.kinds import holders
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import DtypeError, FusionError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.ir.collectives import Together
 from fusion_moe.ir.derivative import differentiate
-from fusion_moe.ir.kinds.collectives import holders
 from fusion_moe.layouts.groups import check_ends
 
 E, H, I, K, R = 7, 64, 32, 3, 3

@@ -6,22 +6,24 @@ so, and they keep to their protocol, on the CPU, where headers stand for what is
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from cover import few
 from fusions import fusion_of_call
-from on_cpu import HERE, compiled, copy
+from on_cpu import compiled, copy
 from test_cuda_source import encoded, meta, needs_nvdisasm, sass, spills, tokens_of
 
 from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H200
 from fusion_moe.backends import TARGETS, emit
 from fusion_moe.backends.cuda import plan
-from fusion_moe.backends.cuda.collective import Collective
 from fusion_moe.backends.cuda.join import join
 from fusion_moe.backends.cuda.launch import KERNELS, Call, build
 from fusion_moe.compile import Lowered, lower, segments
+from fusion_moe.distributed import exchange
+from fusion_moe.distributed.exchange.cuda import Collective
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
@@ -214,8 +216,9 @@ def test_ranks_keep_to_the_protocol(tmp_path):
     stands for words that have not come; a rank that is silent, that dies after it has sent, that is
     in another layer, that has no memory.
     """
-    copy(tmp_path, *(KERNELS / f"{name}.cuh" for name in ("exchange", "fragment_order")))
-    copy(tmp_path, HERE / "exchange.cpp")
+    here = Path(__file__).parent / "cuda_on_cpu"
+    copy(tmp_path, exchange.KERNELS / "exchange.cuh", KERNELS / "fragment_order.cuh")
+    copy(tmp_path, here / "exchange.cpp")
     (tmp_path / "memory.cuh").write_text('#include "ragged.cuh"')
     made = compiled(tmp_path, "", "-g", "-fsanitize=thread", name="exchange")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}
