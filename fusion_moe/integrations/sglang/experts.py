@@ -189,9 +189,10 @@ def need_served(config: Any) -> None:
         (
             (
                 not runner.is_auto(),
-                f"--moe-runner-backend {runner.value}, which names kernels of SGLang",
+                f"experts by {runner.value}, kernels of SGLang",
                 "this library's",
-                "leave out one of the two options",
+                "leave out --moe-runner-backend, or, where SGLang names one by itself (as for "
+                f"gpt-oss on Blackwell), --quantization {NAME}",
             ),
             (
                 not exchange.is_none(),

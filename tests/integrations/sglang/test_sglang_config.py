@@ -102,7 +102,9 @@ def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
     ("changes", "found"),
     [
         ({}, None),
-        ({"runner": "marlin"}, "--moe-runner-backend marlin, .*; leave out one"),
+        ({"runner": "marlin"}, "experts by marlin, .*; leave out --moe-runner-backend, or"),
+        # SGLang's choice, not an option that the user gave
+        ({"runner": "flashinfer_mxfp4"}, "by itself .*Blackwell.*, --quantization fusion_moe$"),
         ({"exchange": "deepep"}, "--moe-a2a-backend deepep; .*; leave it out"),
         ({"enable_eplb": True}, "load balancing of experts"),
         ({"ep_num_redundant_experts": 2}, "load balancing of experts"),
