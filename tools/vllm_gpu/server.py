@@ -18,12 +18,14 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 _START_S, _ANSWER_S = 600, 300
+_SHOW_S = 20
 _PROMPTS, _TOKENS = 48, 64
 Answer = list[tuple[str, float]]  # tokens and their log-probabilities
 # requests that are refused
@@ -87,6 +89,10 @@ class Server:
 
     def post(self, body: dict[str, Any] | bytes) -> Any:
         """The answer to a completion. urllib.error.HTTPError for one that is refused."""
+        with self._opened(body) as answer:
+            return json.load(answer)
+
+    def _opened(self, body: dict[str, Any] | bytes) -> Any:
         if isinstance(body, dict):
             body = json.dumps({"model": str(self.model)} | body).encode()
         request = urllib.request.Request(
@@ -94,8 +100,7 @@ class Server:
             body,
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-            return json.load(answer)
+        return urllib.request.urlopen(request, timeout=_ANSWER_S)
 
     def leave(self, prompt: list[int]) -> None:
         """Asks for a long answer, and hangs up after its first bytes."""
@@ -109,6 +114,13 @@ class Server:
         )
         connection.getresponse().read(64)
         connection.close()
+
+    def gap(self, prompt: list[int]) -> float:
+        """The longest time in seconds between two tokens of a streamed answer of 64."""
+        asked = {"prompt": prompt, "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
+        with self._opened(asked) as answer:
+            times = [time.monotonic() for line in answer if line.startswith(b"data: {")]
+        return max(after - before for before, after in pairwise(times))
 
     def greedy(self, prompt: list[int]) -> Answer:
         """The answer of 64 tokens."""
@@ -149,9 +161,10 @@ def latencies(server: Server, clients: int) -> dict[str, float]:
 def soak(
     server: Server, clients: int, seconds: float
 ) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
-    """Clients that ask until the time is over, some of which hang up. Returns what happened to
-    malformed requests, the longest wait, the growth of memory, and how far answers are from those
-    to single requests; prompts, and the answers to single requests.
+    """Clients that ask until the time is over, some of which hang up. Prints what happened so far
+    now and then. Returns what happened to malformed requests, requests that failed, the longest
+    wait for an answer and between two tokens, the growth of memory, and how far answers are from
+    those to single requests; prompts, and the answers to single requests.
     """
     drawn = random.Random(0)
     prompts = [
@@ -161,36 +174,52 @@ def soak(
     alone = [server.greedy(prompt) for prompt in prompts]
     until, before = time.monotonic() + seconds, server.memory_mib()
 
-    malformed, far, waits = Counter[str](), list[float](), list[float]()
+    happened, far, waits, gaps = Counter[str](), list[float](), list[float](), list[float]()
+
+    def ask(own: random.Random) -> None:
+        i, kind = own.randrange(_PROMPTS), own.random()
+        if kind < 0.05:
+            happened[_refused(server, own.choice(_MALFORMED))] += 1
+        elif kind < 0.1:
+            server.leave(prompts[i])
+            happened["left"] += 1
+        elif kind < 0.2:
+            gaps.append(server.gap(prompts[i]))
+        else:
+            begun = time.monotonic()
+            far.append(apart(server.greedy(prompts[i]), alone[i]))
+            waits.append(time.monotonic() - begun)
 
     def client(seed: int) -> None:
         own = random.Random(seed)
         while time.monotonic() < until:
-            i, kind = own.randrange(_PROMPTS), own.random()
-            if kind < 0.05:
-                malformed[_refused(server, own.choice(_MALFORMED))] += 1
-            elif kind < 0.1:
-                server.leave(prompts[i])
-                malformed["left"] += 1
-            else:
-                begun = time.monotonic()
-                far.append(apart(server.greedy(prompts[i]), alone[i]))
-                waits.append(time.monotonic() - begun)
+            try:
+                ask(own)
+            except Exception as error:  # is a result: the others go on
+                happened[f"failed: {error!r}"] += 1
+                time.sleep(1)
+
+    def so_far() -> dict[str, Any]:
+        grown = [now - then for now, then in zip(server.memory_mib(), before, strict=True)]
+        return {
+            "seconds": round(seconds - max(until - time.monotonic(), 0)),
+            "clients": clients,
+            "malformed": dict(happened),
+            "answers": len(far),
+            "most apart": max(far, default=0.0),
+            "longest_wait_s": max(waits, default=0.0),
+            "longest_gap_s": max(gaps, default=0.0),
+            "grown_mib": grown,
+        }
 
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(client, range(clients)))
-    found = {
-        "seconds": seconds,
-        "clients": clients,
-        "malformed": dict(malformed),
-        "answers": len(far),
-        "apart": statistics.quantiles(far, n=1000, method="inclusive"),
-        "most apart": max(far),
-        "longest_wait_s": max(waits),
-        "grown_mib": [now - then for now, then in zip(server.memory_mib(), before, strict=True)],
-    }
-    print({name: value for name, value in found.items() if name != "apart"}, flush=True)
-    return found, prompts, alone
+        running = [pool.submit(client, seed) for seed in range(clients)]
+        while wait(running, timeout=_SHOW_S).not_done:
+            print(so_far(), flush=True)
+    found = so_far()
+    print(found, flush=True)
+    spread = statistics.quantiles(far, n=1000, method="inclusive")
+    return found | {"apart": spread}, prompts, alone
 
 
 def _refused(server: Server, body: dict[str, Any] | bytes) -> str:

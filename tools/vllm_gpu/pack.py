@@ -1,0 +1,226 @@
+"""vLLM's CUDA wheel and what it needs, in pieces, for a GPU machine without a network.
+
+    python tools/vllm_gpu/pack.py pack FOLDER vllm==0.33.0 trl datasets --installed FILE
+    python tools/vllm_gpu/pack.py unpack FOLDER SITE    # there, with all pieces in FOLDER
+
+`pack` downloads the requirements and theirs, except what the lines of --installed name (packages
+of that machine; requirements on the command line are taken in any case) and what vLLM imports for
+other models alone. It leaves out libraries that no engine here needs (--libraries names others),
+and machine code for other GPUs than --arch. FOLDER/pieces then has files of at most --mb MB; each
+works in any order, in calls of their own. `unpack` joins them in SITE, for PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pyarrow
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+LIBRARIES = (
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "cumem_allocator",
+    "fs_io_C",
+    "spinloop",
+)
+# imported where they are there, or by models and backends that are not measured here
+_UNNEEDED = {
+    *("torchcodec", "pynvvideocodec", "flashinfer-python", "tilelang", "nvidia-cudnn-frontend"),
+    *("nvtx", "fastsafetensors", "instanttensor", "nvidia-cutlass-dsl", "tokenspeed-mla"),
+    *("quack-kernels", "humming-kernels", "cryptography", "fastapi-cli", "fastapi-cloud-cli"),
+    *("opentelemetry-exporter-otlp", "torch-c-dlpack-ext", "email-validator"),
+}
+_DROPPED = (
+    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*/RECORD", "*/licenses/*"),
+    *(f"vllm/third_party/*.{kind}" for kind in ("h", "hpp", "cuh", "cu")),
+    *("vllm/vllm-rs", "mistral_common/data/*", "pycountry/locales/*"),
+)
+# attention without its libraries is Triton's; vLLM imports one of them in any case
+_STAND_IN = "vllm/vllm_flash_attn/_vllm_fa3_C"
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 27, 28, 31, 34, 35)]
+_ENTRY = struct.Struct("<HHIQ")  # of a fat binary: kind, version, size of header, size
+_PTX, _ELF = 1, 2
+
+
+def pack(folder: Path, asked: argparse.Namespace) -> None:
+    """Writes folder/pieces, and says what each library and each package takes."""
+    installed = {canonicalize_name(line) for line in asked.installed.read_text().split()}
+    wheels = folder / "wheels"
+    archive = folder / "site.tar"
+    sizes: dict[str, int] = {}
+    with tarfile.open(archive, "w") as tar:
+        for wheel in closure(asked.requirements, wheels, installed, asked.python):
+            with zipfile.ZipFile(wheel) as members:
+                for name in sorted(members.namelist()):
+                    if name.endswith("/") or not _travels(name, asked.libraries):
+                        continue
+                    data = members.read(name)
+                    if re.fullmatch(r"vllm/.*\.so", name):
+                        data, kept = trimmed(data, asked.arch)
+                        print(f"{name}: {kept / 1e6:.1f} MB of machine code for {asked.arch}")
+                    entry = tarfile.TarInfo(name)
+                    entry.size, entry.mode = len(data), 0o755
+                    tar.addfile(entry, io.BytesIO(data))
+                    sizes[wheel.name] = sizes.get(wheel.name, 0) + len(data)
+        if Path(_STAND_IN).name not in asked.libraries:
+            tar.addfile(tarfile.TarInfo(f"{_STAND_IN}.py"))
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:15]:
+        print(f"{size / 1e6:7.1f} MB {name}")
+    print(f"{len(sizes)} packages")
+    _split(archive, folder / "pieces", asked.mb * 10**6)
+
+
+def closure(wanted: list[str], folder: Path, installed: set[str], python: str) -> Iterator[Path]:
+    """Wheels of requirements, and of theirs, downloaded into folder."""
+    where = {"python_version": python, "platform_machine": "x86_64"}
+    todo, seen = [Requirement(text) for text in wanted], set[tuple[str, str]]()
+    wheels: dict[str, Path] = {}
+    while todo:
+        requirement = todo.pop(0)
+        name = canonicalize_name(requirement.name)
+        if name not in wheels:
+            wheels[name] = _downloaded(requirement, folder / name, python)
+            yield wheels[name]
+        for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
+            seen.add((name, extra))
+            for of in map(Requirement, _requires(wheels[name])):
+                applies = of.marker is None or of.marker.evaluate(where | {"extra": extra})
+                if applies and canonicalize_name(of.name) not in installed | _UNNEEDED:
+                    todo.append(of)
+
+
+def _downloaded(requirement: Requirement, folder: Path, python: str) -> Path:
+    """The wheel that is in folder already, or from the index."""
+    if not list(folder.glob("*.whl")):
+        bare = f"{requirement.name}{requirement.specifier}"
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", folder]
+        command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+        command += itertools.chain(*(("--platform", name) for name in _PLATFORMS))
+        subprocess.run([*command, bare], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _requires(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as members:
+        (name,) = (n for n in members.namelist() if re.fullmatch(r"[^/]*\.dist-info/METADATA", n))
+        lines = members.read(name).decode().split("\n\n")[0].splitlines()
+    start = "Requires-Dist: "
+    return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
+def _travels(name: str, libraries: list[str]) -> bool:
+    if re.fullmatch(r"vllm/.*\.so", name):
+        return Path(name).name.split(".")[0] in libraries
+    return not any(fnmatch(name, pattern) for pattern in _DROPPED)
+
+
+def trimmed(library: bytes, arch: int) -> tuple[bytes, int]:
+    """An ELF library whose fat binaries have zeros, which compress well, in place of machine code
+    for other GPUs than arch (90: compute capability 9.0); and the bytes of code that it keeps. PTX
+    stays where there is no code for this GPU. Offsets stay, so a loader finds all else.
+    """
+    data, kept = bytearray(library), 0
+    for offset, size in _sections(library, (".nv_fatbin", "__nv_relfatbin")):
+        position, end = offset, offset + size
+        while position < end - 16:
+            magic, _, header, length = struct.unpack_from("<IHHQ", library, position)
+            if magic != 0xBA55ED50:
+                position += 8
+                continue
+            entries = list(_entries(library, position + header, length))
+            native = any(kind == _ELF and of == arch for kind, of, _, _ in entries)
+            for kind, of, where, n in entries:
+                if (kind == _ELF and of == arch) or (kind == _PTX and of <= arch and not native):
+                    kept += n
+                else:
+                    data[where : where + n] = bytes(n)
+            position += header + length
+    return bytes(data), kept
+
+
+def _sections(library: bytes, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Offset and size of an ELF's sections of these names."""
+    (table,) = struct.unpack_from("<Q", library, 0x28)
+    size, count, strings = struct.unpack_from("<HHH", library, 0x3A)
+    all_of = [struct.unpack_from("<IIQQQQ", library, table + i * size) for i in range(count)]
+    for section in all_of:
+        start = all_of[strings][4] + section[0]
+        if library[start : library.index(b"\0", start)].decode() in names:
+            yield section[4], section[5]
+
+
+def _entries(library: bytes, position: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+    """Kind, GPU, offset and size of what a fat binary holds."""
+    end = position + length
+    while position < end:
+        kind, _, header, size = _ENTRY.unpack_from(library, position)
+        (arch,) = struct.unpack_from("<I", library, position + 28)
+        yield kind, arch, position + header, size
+        position += header + size
+
+
+def _split(archive: Path, folder: Path, size: int) -> None:
+    """Writes the archive, compressed, as folder/0, 1, ...; deletes it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    codec = pyarrow.Codec("zstd", compression_level=19)
+    data = codec.compress(archive.read_bytes(), asbytes=True)
+    length = struct.pack("<Q", archive.stat().st_size)
+    data, parts = length + data, -(-(len(data) + 8) // size)
+    for i in range(parts):
+        piece = data[i * len(data) // parts : (i + 1) * len(data) // parts]
+        (folder / f"site.{i}of{parts}").write_bytes(piece)
+        print(f"{len(piece) / 1e6:7.1f} MB {folder.name}/site.{i}of{parts}")
+    archive.unlink()
+
+
+def unpack(folder: Path, site: Path) -> None:
+    """Joins the pieces of folder, and writes their files to site; SystemExit if one is missing."""
+    pieces = sorted(folder.glob("site.*of*"), key=lambda p: int(re.findall(r"\d+", p.name)[0]))
+    count = int(pieces[0].name.partition("of")[2]) if pieces else 1
+    if len(pieces) != count:
+        raise SystemExit(f"{len(pieces)} of {count} pieces are in {folder}")
+    data = b"".join(piece.read_bytes() for piece in pieces)
+    (size,) = struct.unpack_from("<Q", data)
+    files = pyarrow.Codec("zstd").decompress(memoryview(data)[8:], size)
+    with tarfile.open(fileobj=io.BytesIO(memoryview(files))) as tar:
+        tar.extractall(site, filter="fully_trusted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    packing, unpacking = commands.add_parser("pack"), commands.add_parser("unpack")
+    for command in packing, unpacking:
+        command.add_argument("folder", type=Path)
+    unpacking.add_argument("site", type=Path)
+    packing.add_argument("requirements", nargs="+")
+    packing.add_argument("--installed", type=Path, required=True, help="names, a line each")
+    packing.add_argument("--libraries", nargs="+", default=LIBRARIES, help="of vLLM")
+    packing.add_argument("--python", default="3.12")
+    packing.add_argument("--arch", type=int, default=90, help="90: compute capability 9.0")
+    packing.add_argument("--mb", type=int, default=50, help="of a piece")
+    asked = parser.parse_args()
+    if asked.command == "pack":
+        pack(asked.folder, asked)
+    else:
+        unpack(asked.folder, asked.site)
+
+
+if __name__ == "__main__":
+    main()
