@@ -27,15 +27,7 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     static bool scales_in_range(const WorkTile& work_tile) {
         const i64 blocks = work_tile.p->K / BLOCK;
         for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
-            const Columns c = work_tile.columns<MXFP4>(column_block);
-            Range all;
-            for (int i = 0; i < LANES; ++i) all.add(c.scales[i], blocks);
-            if (all.good()) continue;
-            for (int i = 0; i < LANES; ++i) {
-                if (!all_in_range(c.scales[i], blocks) &&
-                    !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks))
-                    return false;
-            }
+            if (!in_range(work_tile.columns<MXFP4>(column_block), blocks)) return false;
         }
         return true;
     }
@@ -52,10 +44,11 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     }
 
     static bool matrix_in_range(const Problem& p, i64 g) {
-        if constexpr (!IS_LINEAR<Order>) return rows_in_range(p, g);
-        const i64 blocks = p.N * p.K / BLOCK;
-        return all_in_range(scales_of(p, g), blocks) ||
-               in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
+        for (i64 first = 0; first < p.N; first += LANES) {
+            const auto row = [&](i64 i) { return std::min(first + i, p.N - 1); };
+            if (!in_range(open(p, g, row), p.K / BLOCK)) return false;
+        }
+        return true;
     }
 
 #ifdef __AVX512VBMI__
@@ -82,51 +75,29 @@ struct MXFP4 : E2M1Weight<MXFP4> {
 #endif
 
   private:
-    // The least and the largest of bytes. Rows end with some that are seen twice, rather than with
-    // some alone.
-    class Range {
-        static constexpr int WIDTH = 32;
+    // Sixteen rows: rows end with some bytes that are seen twice, rather than with some alone.
+    static bool in_range(const Columns& c, i64 blocks) {
+        constexpr int WIDTH = 32;
         using Lanes [[gnu::vector_size(WIDTH)]] = u8;
-        Lanes least_ = Lanes{} - 1, most_{};
-
-      public:
-        void add(const u8* bytes, i64 count) {
-            Lanes some;
-            for (i64 at = 0; at < count; at += WIDTH) {
-                if (count >= WIDTH)
-                    std::memcpy(&some, bytes + std::min(at, count - WIDTH), WIDTH);
+        Lanes above{}, some = Lanes{} + FIRST;
+        for (const u8* scales : c.scales) {
+            for (i64 at = 0; at < blocks; at += WIDTH) {
+                if (blocks < WIDTH)
+                    std::memcpy(&some, scales, std::size_t(blocks));
                 else
-                    for (int i = 0; i < WIDTH; ++i) some[i] = bytes[i % count];
-                least_ = some < least_ ? some : least_, most_ = some > most_ ? some : most_;
+                    std::memcpy(&some, scales + std::min(at, blocks - WIDTH), WIDTH);
+                const Lanes size = some - FIRST;
+                above = size > above ? size : above;
             }
         }
-
-        bool good() const {
-            const Lanes bad = Lanes((least_ < FIRST) | (most_ > LAST));
-            u64 words[WIDTH / 8];
-            std::memcpy(words, &bad, WIDTH);
-            return !(words[0] | words[1] | words[2] | words[3]);
-        }
-    };
-
-    // Of any order, without what lies between rows.
-    static bool rows_in_range(const Problem& p, i64 g) {
-        const i64 blocks = p.K / BLOCK;
-        for (i64 first = 0; first < p.N; first += LANES) {
-            const Columns c = open(p, g, [&](i64 i) { return std::min(first + i, p.N - 1); });
-            for (int i = 0; i < LANES; ++i) {
-                if (!all_in_range(c.scales[i], blocks) &&
-                    !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks))
-                    return false;
-            }
+        u64 words[WIDTH / 8];
+        const Lanes bad = Lanes(above > LAST - FIRST);
+        std::memcpy(words, &bad, WIDTH);
+        if (!(words[0] | words[1] | words[2] | words[3])) return true;
+        for (int i = 0; i < LANES; ++i) {
+            if (!in_range_but_for_zeros(c.scales[i], c.codes[i], blocks)) return false;
         }
         return true;
-    }
-
-    static bool all_in_range(const u8* scales, i64 blocks) {
-        Range all;
-        all.add(scales, blocks);
-        return all.good();
     }
 
     static bool in_range_but_for_zeros(const u8* scales, const u8* codes, i64 blocks) {
