@@ -118,35 +118,69 @@ inline void for_blocks(const Columns& c, const Columns& next, i64 K, Body body) 
     }
 }
 
-template <class Weight_>
-struct Avx512 : Avx512F32 {
+// Codes and activations as float32. What `weights` makes of the first or the last 8 codes of
+// blocks, in VECTORS steps, meets words of activations in the order `word_of`.
+struct Avx512Run : Avx512F32 {
+    static constexpr i64 STEP = 256;
+
+    // 256 activations, or `count` and zeros: sixteen vectors, the same one of each block, in lane i
+    // that of block i.
+    static void pack_run(const float* x, Packed* packed, i64 count) {
+        __m512i blocks[16], lanes[16];
+        for (i64 i = 0; i < 16; ++i)
+            blocks[i] = 16 * i < count ? _mm512_loadu_si512(x + 16 * i) : _mm512_setzero_si512();
+        transpose_vectors(blocks, lanes);
+        for (int j = 0; j < 16; ++j)
+            _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + word_of(j % 8)]);
+    }
+
+    // Of each 32 bits two codes are looked up without another shift: that of the lowest four bits
+    // as float32, and that of the lowest four of the upper half as its own upper half.
+    static constexpr int VECTORS = 8;
+    static constexpr int word_of(int j) { return j / 2 + j % 2 * 4; }
+    static __m512i weights(__m512i half, int j) {
+        const __m512i shifted = _mm512_srli_epi32(half, 4 * (j / 2));
+        return j % 2 == 0 ? _mm512_permutexvar_epi32(shifted, f32_table())
+                          : _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, shifted, bf16_table());
+    }
+};
+
+// Small M: up to twelve rows by sixteen columns, of which a vector has a code each.
+template <class Run, class Weight_>
+struct Avx512Codes : Run {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr int SMALL_M = 16, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
+    using Packed = typename Run::Packed;
+    static constexpr int SMALL_M = 12, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
                          MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
-    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
-        pack(x, packed + r * stride, K);
-    }
+    // Words between rows. A power of two apart, they would meet in few places of the first-level
+    // cache.
+    static i64 row_size(i64 stride) { return stride * Run::STEP / 256 + LANES; }
 
     template <int R>
     static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride,
                              i64 K, float* out, i64 out_stride) {
-        const __m512i table = f32_table();
+        constexpr int VECTORS = Run::VECTORS, HALVES = 8 / VECTORS;  // of a block, in registers
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
         for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
-            for (int half = 0; half < 2; ++half) {
-                __m512 w[8];
-                for (int j = 0; j < 8; ++j)
-                    w[j] = _mm512_castsi512_ps(
-                        _mm512_permutexvar_epi32(_mm512_srli_epi32(words[half], 4 * j), table));
-                const float* at = x + 16 * block + 8 * half;
-                for (int r = 0; r < R; ++r) {
-                    __m512 p = _mm512_mul_ps(w[0], _mm512_set1_ps(at[r * stride]));
-                    for (int j = 1; j < 8; ++j)
-                        p = _mm512_fmadd_ps(w[j], _mm512_set1_ps(at[r * stride + j]), p);
-                    sum[r] = _mm512_fmadd_ps(p, scale, sum[r]);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half += HALVES) {
+                __m512i w[HALVES][VECTORS];
+                for (int j = 0; j < VECTORS; ++j) {
+                    for (int i = 0; i < HALVES; ++i)
+                        w[i][Run::word_of(j)] = Run::weights(words[half + i], j);
+                }
+                const Packed* at = x + VECTORS * (2 * block + half);
+                for (int r = 0; r < R; ++r, at += stride) {
+                    __m512 p[HALVES] = {};
+                    for (int j = 0; j < VECTORS; ++j) {
+                        for (int i = 0; i < HALVES; ++i)
+                            p[i] = Run::add(w[i][j], Run::all(at[i * VECTORS + j]), p[i]);
+                    }
+                    for (int i = 1; i < HALVES; ++i) p[0] = _mm512_add_ps(p[0], p[i]);
+                    sum[r] = _mm512_fmadd_ps(p[0], scale, sum[r]);
                 }
             }
         });
@@ -157,8 +191,19 @@ struct Avx512 : Avx512F32 {
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
                         i64 stride, i64 K, float* out, i64 out_stride) {
-        with_constant<1, 2, 4, 8, 16>(
-            rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
+        with_constant<1, 2, 3, 4, 6, 8, 12>(rows, [&](auto r) {
+            small_m_rows<r>(c, next, x, row_size(stride), K, out, out_stride);
+        });
+    }
+};
+
+template <class Weight>
+struct Avx512 : Avx512Codes<Avx512Run, Weight> {
+    using typename Avx512F32::Packed, typename Avx512F32::Panel;
+    using typename Avx512Codes<Avx512Run, Weight>::Columns;
+
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
+        Avx512::pack(x, packed + r * Avx512::row_size(stride), K);
     }
 
     static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K,
@@ -180,33 +225,6 @@ struct Avx512 : Avx512F32 {
     }
 };
 
-// 16 times 16 codes of a row of the weight by one row of activations, in float32.
-struct Avx512Run : Avx512F32 {
-    static constexpr i64 STEP = 256;
-
-    // 256 activations, or `count` and zeros: sixteen vectors, the same one of each block, in lane i
-    // that of block i.
-    static void pack(const float* x, Packed* packed, i64 count) {
-        __m512i blocks[16], lanes[16];
-        for (i64 i = 0; i < 16; ++i)
-            blocks[i] = 16 * i < count ? _mm512_loadu_si512(x + 16 * i) : _mm512_setzero_si512();
-        transpose_vectors(blocks, lanes);
-        for (int j = 0; j < 16; ++j)
-            _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + code_of(j % 8)]);
-    }
-
-    // Vector j of a half of the blocks, and a product with that of the activations. Of each 32 bits
-    // two codes are looked up without another shift: that of the lowest four bits as float32, and
-    // that of the lowest four of the upper half as its own upper half.
-    static constexpr int VECTORS = 8;
-    static constexpr int code_of(int j) { return j / 2 + j % 2 * 4; }
-    static __m512i weights(__m512i half, int j) {
-        const __m512i shifted = _mm512_srli_epi32(half, 4 * (j / 2));
-        return j % 2 == 0 ? _mm512_permutexvar_epi32(shifted, f32_table())
-                          : _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, shifted, bf16_table());
-    }
-};
-
 // Small M: up to MAX_ROWS rows. The weight is read as it lies in memory: one of its rows after the
 // other, or WEIGHT_ROWS of them, which share the vectors of activations that are loaded and make as
 // many more chains of products.
@@ -223,7 +241,7 @@ struct Avx512Dots {
                          RUNS = BLOCK / 4;  // RUNS: how many times 256 codes have 64 scales
 
     static void pack_small_m(const Activation* x, i64 r, Packed* packed, i64, i64 K) {
-        for (i64 k = 0; k < K; k += 256) Run::pack(x + k, packed + place(k / 256, r), K - k);
+        for (i64 k = 0; k < K; k += 256) Run::pack_run(x + k, packed + place(k / 256, r), K - k);
     }
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64,
@@ -254,33 +272,24 @@ struct Avx512Dots {
                     scales[i] =
                         Scales<Weight>::of(load_some(c.scales[n + i], k / BLOCK, K / BLOCK));
                 }
-                const int whole = int(std::min<i64>(RUNS, (K - k) / 256));
-                for (int part = 0; part < whole; ++part) {
-                    const i64 at = k / 2 + 128 * part;
+                const auto run = [&](int part, auto whole) __attribute__((always_inline)) {
+                    const i64 first = k / 2 + 128 * part;
                     __m512i codes[WEIGHT_ROWS][2];
                     for (int i = 0; i < WEIGHT_ROWS; ++i) {
                         for (int j = 0; j < 2; ++j) {
-                            _mm_prefetch(
-                                reinterpret_cast<const char*>(next.codes[n + i] + at + 64 * j),
-                                _MM_HINT_T1);
-                            codes[i][j] = _mm512_loadu_si512(c.codes[n + i] + at + 64 * j);
+                            const i64 at = first + 64 * j;
+                            const u8* then =
+                                next.codes[n + i] + (whole ? at : std::min(at, K / 2 - 1));
+                            _mm_prefetch(reinterpret_cast<const char*>(then), _MM_HINT_T1);
+                            codes[i][j] = whole ? _mm512_loadu_si512(c.codes[n + i] + at)
+                                                : load_some(c.codes[n + i], at, K / 2);
                         }
                     }
-                    add(codes, x, at / 128, scales, part, sum);
-                }
-                if (whole < RUNS && k + 256 * whole < K) {
-                    const i64 at = k / 2 + 128 * whole;
-                    __m512i codes[WEIGHT_ROWS][2];
-                    for (int i = 0; i < WEIGHT_ROWS; ++i) {
-                        for (const i64 byte : {at, K / 2 - 1}) {
-                            _mm_prefetch(reinterpret_cast<const char*>(next.codes[n + i] + byte),
-                                         _MM_HINT_T1);
-                        }
-                        for (int j = 0; j < 2; ++j)
-                            codes[i][j] = load_some(c.codes[n + i], at + 64 * j, K / 2);
-                    }
-                    add(codes, x, at / 128, scales, whole, sum);
-                }
+                    add(codes, x, first / 128, scales, part, sum);
+                };
+                const int parts = int(std::min<i64>(RUNS, (K - k) / 256));
+                for (int part = 0; part < parts; ++part) run(part, std::true_type());
+                if (parts < RUNS && k + 256 * parts < K) run(parts, std::false_type());
             }
             for (int i = 0; i < WEIGHT_ROWS; ++i) {
                 for (int r = 0; r < R; ++r) sums[r][n + i] = sum[i][r];

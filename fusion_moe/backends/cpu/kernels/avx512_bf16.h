@@ -6,13 +6,13 @@
 
 namespace {
 
-// 16 times 16 codes by one row of activations, in products of pairs.
+// Codes and activations as pairs of bfloat16.
 struct Avx512PairsRun : Avx512Pairs {  // of k and k + 4
     static constexpr i64 STEP = 128;
 
     // 256 activations, or `count` and zeros: sixteen pairs, the same one of each block, in lane i
     // that of block i.
-    static void pack(const bf16* x, Packed* packed, i64 count) {
+    static void pack_run(const bf16* x, Packed* packed, i64 count) {
         const __m256i order = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
         __m512i blocks[16], words[16];
@@ -28,18 +28,16 @@ struct Avx512PairsRun : Avx512Pairs {  // of k and k + 4
     }
 
     static constexpr int VECTORS = 4;
+    static constexpr int word_of(int j) { return j; }
     static __m512i weights(__m512i half, int j) {
         return _mm512_permutexvar_epi16(_mm512_srli_epi16(half, 4 * j), bf16_table());
     }
 };
 
-template <class Weight_>
-struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
-    using Weight = Weight_;
-    using Columns = typename Weight::Columns;
-    static constexpr int SMALL_M = 16;
-    static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>,
-                         MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
+template <class Weight>
+struct Avx512Bf16 : Avx512Codes<Avx512PairsRun, Weight> {
+    using typename Avx512Pairs::Packed, typename Avx512Pairs::Panel;
+    using typename Avx512Codes<Avx512PairsRun, Weight>::Columns;
 
     // Each 8 activations in the order 0 4 1 5 2 6 3 7.
     static void pack(const bf16* x, Packed* packed, i64 K) {
@@ -57,36 +55,7 @@ struct Avx512Bf16 : Avx512Pairs {  // of k and k + 4
     }
 
     static void pack_small_m(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) {
-        pack(x, packed + r * stride, K);
-    }
-
-    template <int R>
-    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride,
-                             i64 K, float* out, i64 out_stride) {
-        __m512 sum[R];
-        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-        for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
-            __m512i w[8];
-            for (int j = 0; j < 8; ++j) w[j] = Avx512PairsRun::weights(words[j / 4], j % 4);
-            const Packed* at = x + 8 * block;
-            for (int r = 0; r < R; ++r) {
-                __m512 p = _mm512_setzero_ps(), q = p;
-                for (int j = 0; j < 4; ++j) {
-                    p = Avx512Pairs::add(w[j], all(at[r * stride + j]), p);
-                    q = Avx512Pairs::add(w[4 + j], all(at[r * stride + 4 + j]), q);
-                }
-                sum[r] = _mm512_fmadd_ps(_mm512_add_ps(p, q), scale, sum[r]);
-            }
-        });
-        const __m512 factor = _mm512_load_ps(c.factor);
-        for (int r = 0; r < R; ++r)
-            _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
-    }
-
-    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x,
-                        i64 stride, i64 K, float* out, i64 out_stride) {
-        with_constant<1, 2, 3, 4, 6, 8, 12, 16>(
-            rows, [&](auto r) { small_m_rows<r>(c, next, x, stride, K, out, out_stride); });
+        pack(x, packed + r * Avx512Bf16::row_size(stride), K);
     }
 
     // Code times a scale in range has at most six significant bits: exact in bfloat16. A product of

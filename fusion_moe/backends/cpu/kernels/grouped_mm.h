@@ -157,7 +157,8 @@ class GroupedMM {
     template <class Kernel, bool FAST>
     bool run(const WorkTile& work_tile, ThreadState& state) const {
         const i64 rows = (work_tile.rows + PACK_ROWS - 1) / PACK_ROWS * PACK_ROWS;
-        auto* packed = state.scratch.packed.template get<typename Kernel::Packed>(rows * stride_);
+        auto* packed =
+            state.scratch.packed.template get<typename Kernel::Packed>(rows * (stride_ + LANES));
         const bool is_packed =
             state.group == work_tile.group && state.first == work_tile.first && state.fast == FAST;
         if (!is_packed && !pack<Kernel, FAST>(work_tile, packed, state)) return false;
