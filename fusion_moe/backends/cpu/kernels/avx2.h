@@ -71,8 +71,8 @@ struct Avx2 : Avx2F32 {
         for (i64 k = 0; k < K; k += 64) {
             for (int half = 0; half < 2; ++half) {
                 const int first = 8 * half;
-                __m256i word[8];
-                transpose(c->codes + first, k / 2, K / 2, word);
+                __m256 word[8];
+                words_of(c->codes + first, k / 2, K / 2, word);
                 for (int i = first; i < first + 8; ++i)
                     _mm_prefetch(reinterpret_cast<const char*>(next->codes[i] + k / 2),
                                  _MM_HINT_T1);
@@ -84,7 +84,7 @@ struct Avx2 : Avx2F32 {
                             c->factor[first + i];
                     const __m256 step = _mm256_load_ps(steps);
                     for (int j = 0; j < 16; ++j) {
-                        const __m256i v = word[2 * b + j / 8];
+                        const __m256i v = _mm256_castps_si256(word[2 * b + j / 8]);
                         const __m256 size =
                             _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v, 4 * (j % 8)));
                         const __m256i minus =
@@ -140,8 +140,8 @@ struct Avx2 : Avx2F32 {
 
     // Bytes at .. at + 31 of eight rows of `size`, those past it zero -> 8 vectors: word w of every
     // row.
-    static void transpose(const u8* const* row, i64 at, i64 size, __m256i* out) {
-        __m256 a[8], b[8];
+    static void words_of(const u8* const* row, i64 at, i64 size, __m256* out) {
+        __m256 a[8];
         for (int i = 0; i < 8; ++i) {
             if (size - at >= 32) {
                 a[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(row[i] + at));
@@ -151,19 +151,7 @@ struct Avx2 : Avx2F32 {
                 a[i] = _mm256_load_ps(reinterpret_cast<const float*>(some));
             }
         }
-        for (int i = 0; i < 8; i += 2)
-            b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]),
-            b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-        for (int i = 0; i < 8; i += 4) {  // a[i + q], 128 bits h: word 4 h + q of rows i .. i + 3
-            a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44),
-            a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
-            a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44),
-                  a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
-        }
-        for (int q = 0; q < 4; ++q) {
-            out[q] = _mm256_castps_si256(_mm256_permute2f128_ps(a[q], a[4 + q], 0x20));
-            out[4 + q] = _mm256_castps_si256(_mm256_permute2f128_ps(a[q], a[4 + q], 0x31));
-        }
+        transpose_vectors(a, out);
     }
 };
 

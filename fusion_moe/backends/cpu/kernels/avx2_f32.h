@@ -8,33 +8,40 @@
 
 namespace {
 
-struct Avx2F32 : F32Words {  // panels are [K][16]
-    static constexpr int ROWS = 6, COLUMN_BLOCKS = 1;
-
-    template <class Columns>
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,
-                         const Columns*, float* out, i64 out_stride) {
-        with_constant<1, 2, 3, 4, 5, 6>(
-            rows, [&](auto r) { tile<r>(x, stride, panel, K, out, out_stride); });
+// Eight rows of eight words -> word w of every row, for each w.
+inline void transpose_vectors(__m256 (&a)[8], __m256* out) {
+    __m256 b[8];
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
     }
-
-  private:
-    template <int R>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out,
-                     i64 out_stride) {
-        __m256 sum[R][2];
-        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-        for (i64 k = 0; k < K; ++k, panel += LANES) {
-            const __m256 w[2] = {_mm256_load_ps(panel), _mm256_load_ps(panel + 8)};
-            for (int r = 0; r < R; ++r) {
-                const __m256 a = _mm256_broadcast_ss(x + r * stride + k);
-                for (int h = 0; h < 2; ++h) sum[r][h] = _mm256_fmadd_ps(a, w[h], sum[r][h]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, sum[r][h]);
+    for (int i = 0; i < 8; i += 4) {  // a[i + q], 128 bits h: word 4 h + q of rows i .. i + 3
+        for (int q = 0; q < 4; q += 2) {
+            a[i + q] = _mm256_shuffle_ps(b[i + q / 2], b[i + 2 + q / 2], 0x44);
+            a[i + q + 1] = _mm256_shuffle_ps(b[i + q / 2], b[i + 2 + q / 2], 0xEE);
         }
     }
+    for (int q = 0; q < 4; ++q) {
+        out[q] = _mm256_permute2f128_ps(a[q], a[4 + q], 0x20);
+        out[4 + q] = _mm256_permute2f128_ps(a[q], a[4 + q], 0x31);
+    }
+}
+
+struct Avx2F32 : F32Words, WordTiles<Avx2F32, float, 6, 1> {
+    using Sums = __m256;
+
+    static void transpose(const float* in, i64 in_stride, float* out, i64 out_stride) {
+        for (int q = 0; q < 4; ++q) {  // of eight rows and words each
+            const i64 row = q / 2 * 8, word = q % 2 * 8;
+            __m256 a[8], b[8];
+            for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(in + (row + i) * in_stride + word);
+            transpose_vectors(a, b);
+            for (int i = 0; i < 8; ++i) _mm256_storeu_ps(out + (word + i) * out_stride + row, b[i]);
+        }
+    }
+    static __m256 load(const float* panel) { return _mm256_load_ps(panel); }
+    static __m256 all(float x) { return _mm256_set1_ps(x); }
+    static __m256 add(__m256 w, __m256 x, __m256 sum) { return _mm256_fmadd_ps(x, w, sum); }
 };
 
 }  // namespace

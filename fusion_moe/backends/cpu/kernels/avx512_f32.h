@@ -52,18 +52,6 @@ inline void transpose_words(const Word* in, i64 in_stride, Word* out, i64 out_st
     for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_stride, b[i]);
 }
 
-// A tile of as many rows and Columns as there are.
-template <class Vectors>
-inline void multiply_tile(int rows, int column_blocks, const typename Vectors::Packed* x,
-                          i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
-                          i64 out_stride) {
-    with_constant<1, 2, 3, 4>(column_blocks, [&](auto s) {
-        with_constant<1, 2, 3, 4, 5, 6>(rows, [&](auto r) {
-            Vectors::template tile<r, s>(x, stride, panel, K, out, out_stride);
-        });
-    });
-}
-
 // A tile times the factors of its Columns.
 template <class Columns>
 inline void multiply_by_factors(int rows, int column_blocks, const Columns* c, float* out,
@@ -76,47 +64,19 @@ inline void multiply_by_factors(int rows, int column_blocks, const Columns* c, f
     }
 }
 
-// Products of words: `V::add` adds those of sixteen, or of one of them sixteen times, to sums.
-// Panels are [words][column_blocks][16].
+// Vectors of sixteen words.
 template <class V, class Word>
-struct WordTiles {
-    static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
+struct Avx512Words : WordTiles<V, Word, 6, 4> {
+    using Sums = __m512;
 
     static void transpose(const Word* in, i64 in_stride, Word* out, i64 out_stride) {
         transpose_words(in, in_stride, out, out_stride);
     }
-
-    // x [R][stride] of so many words times the panel -> out [R][out_stride]
-    template <int R, int S>
-    static void tile(const Word* x, i64 stride, const Word* panel, i64 count, float* out,
-                     i64 out_stride) {
-        __m512 sum[R][S];
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
-        }
-        for (i64 p = 0; p < count; ++p, panel += S * LANES) {
-            __m512i w[S];
-            for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(panel + s * LANES);
-            for (int r = 0; r < R; ++r) {
-                const __m512i a = V::all(x[r * stride + p]);
-                for (int s = 0; s < S; ++s) sum[r][s] = V::add(w[s], a, sum[r][s]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s)
-                _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
-        }
-    }
-
-    template <class Columns>
-    static void multiply(int rows, int column_blocks, const Word* x, i64 stride, const Word* panel,
-                         i64 K, const Columns*, float* out, i64 out_stride) {
-        multiply_tile<V>(rows, column_blocks, x, stride, panel, words_of<V>(K), out, out_stride);
-    }
+    static __m512i load(const Word* panel) { return _mm512_load_si512(panel); }
 };
 
-struct Avx512F32 : F32Words, WordTiles<Avx512F32, float> {
-    using WordTiles::transpose;
+struct Avx512F32 : F32Words, Avx512Words<Avx512F32, float> {
+    using Avx512Words::transpose;
 
     static __m512i all(float x) { return _mm512_castps_si512(_mm512_set1_ps(x)); }
     static __m512 add(__m512i w, __m512i x, __m512 sum) {

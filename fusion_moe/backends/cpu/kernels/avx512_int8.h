@@ -313,7 +313,9 @@ struct Avx512Int8 {
 
     static void multiply(int rows, int column_blocks, const Packed* x, i64 stride,
                          const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
-        multiply_tile<Avx512Int8>(rows, column_blocks, x, stride, panel, K, out, out_stride);
+        up_to<COLUMN_BLOCKS>(column_blocks, [&](auto s) {
+            up_to<ROWS>(rows, [&](auto r) { tile<r, s>(x, stride, panel, K, out, out_stride); });
+        });
         multiply_by_factors(rows, column_blocks, c, out, out_stride);
     }
 

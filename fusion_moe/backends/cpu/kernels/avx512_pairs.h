@@ -8,7 +8,7 @@ namespace {
 
 inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 
-struct Avx512Pairs : WordTiles<Avx512Pairs, u32> {
+struct Avx512Pairs : Avx512Words<Avx512Pairs, u32> {
     using Activation = bf16;
     using Packed = u32;  // elements k and k + 1
     using Panel = u32;

@@ -4,6 +4,7 @@
 
 #include "panels.h"
 #include "plain.h"
+#include "words.h"
 
 namespace {
 
@@ -82,54 +83,32 @@ struct DequantizedRows {
     }
 };
 
-// Panels of dequantized weights. F32: an ISA level's `pack` and `multiply` of float32.
-template <class F32, class Weight_>
-struct Dequantized : F32 {
+// Panels of the words of an ISA level: of float32, which the reader makes, or of pairs of bfloat16,
+// which the weight has.
+template <class V, class Weight_>
+struct Dequantized : V {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+    using Panel = typename V::Panel;
 
     static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K,
-                           float* panel) {
-        alignas(64) float w[LANES][RUN];
-        for (i64 k = 0; k < K; k += RUN) {
-            const i64 count = std::min(RUN, K - k);
-            for (int s = 0; s < column_blocks; ++s) {
-                for (int i = 0; i < LANES; ++i)
-                    Weight::dequantize(*c[s].problem, c[s].g, c[s].at[i], k, count, w[i]);
-                float* out = panel + (k * column_blocks + s) * LANES;
-                const i64 stride = column_blocks * LANES;
-                i64 j = 0;
-                for (; j + LANES <= count; j += LANES)
-                    F32::transpose(w[0] + j, RUN, out + j * stride, stride);
-                for (; j < count; ++j) {
-                    for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
-                }
-            }
-        }
-    }
-};
-
-// Panels of pairs of bfloat16, which the weight has.
-template <class Pairs>
-struct PlainPairs : Pairs {
-    using Weight = PlainWeight<bf16>;
-    using Columns = typename Weight::Columns;
-
-    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K,
-                           typename Pairs::Panel* panel) {
-        alignas(64) typename Pairs::Panel w[LANES][RUN / 2];
+                           Panel* panel) {
+        alignas(64) Panel w[LANES][RUN / V::DEPTH];
         const i64 stride = column_blocks * LANES;
         for (i64 k = 0; k < K; k += RUN) {
-            const i64 count = std::min(RUN, K - k), words = (count + 1) / 2;
+            const i64 count = std::min(RUN, K - k), words = words_of<V>(count);
             for (int s = 0; s < column_blocks; ++s) {
-                for (int i = 0; i < LANES; ++i)
-                    Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].at[i] * K + k, w[i],
-                                count);
-                auto* out = panel + (k / 2 * column_blocks + s) * LANES;
+                for (int i = 0; i < LANES; ++i) {
+                    const Problem& p = *c[s].problem;
+                    if constexpr (V::DEPTH == 1)
+                        Weight::dequantize(p, c[s].g, c[s].at[i], k, count, w[i]);
+                    else
+                        V::pack(Weight::matrix(p, c[s].g) + c[s].at[i] * K + k, w[i], count);
+                }
+                Panel* out = panel + (k / V::DEPTH * column_blocks + s) * LANES;
                 i64 j = 0;
                 for (; j + LANES <= words; j += LANES)
-                    Pairs::transpose(w[0] + j, RUN / 2, out + j * stride, stride);
+                    V::transpose(w[0] + j, RUN / V::DEPTH, out + j * stride, stride);
                 for (; j < words; ++j) {
                     for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
                 }
@@ -142,9 +121,9 @@ template <class F32, class Pairs, class Weight>
 struct DequantizedIsa : VectorIsa {
     using Wide = Panels<Dequantized<F32, Weight>>;
     template <class A>
-    using Fast =
-        Kernels<SmallM<DequantizedRows<Weight>>,
-                std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<PlainPairs<Pairs>>, Wide>>;
+    using Fast = Kernels<
+        SmallM<DequantizedRows<Weight>>,
+        std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<Dequantized<Pairs, Weight>>, Wide>>;
 };
 
 // A reader of codes without what kernels for codes read by.

@@ -35,6 +35,15 @@ inline float widen(u8 x) { return float(x); }
 inline float widen(e4m3 x) { return e4m3_(x.bits); }
 inline float widen(e8m0 x) { return e8m0_(x.bits); }
 
+// One number, where nothing is made vectors of.
+template <class T>
+inline float one(T x) {
+    return widen(x);
+}
+#if defined(__F16C__)
+inline float one(f16 x) { return _cvtsh_ss(x.bits); }
+#endif
+
 enum class Role { MULTIPLIER, DIVISOR, ZERO_POINT };
 
 constexpr i64 OF_ROW = -1, OF_MATRIX = 0;  // in place of a block
@@ -63,16 +72,7 @@ struct Level {
 
     // That of element k.
     float at(i64 k) const {
-        const T stored = first[Order::of_column(BLOCK > 0 ? i64(u64(k) / u64(BLOCK)) : 0)];
-#if defined(__F16C__)
-        float x;
-        if constexpr (std::is_same_v<T, f16>)
-            x = _cvtsh_ss(stored.bits);
-        else
-            x = widen(stored);
-#else
-        const float x = widen(stored);
-#endif
+        const float x = one(first[Order::of_column(BLOCK > 0 ? i64(u64(k) / u64(BLOCK)) : 0)]);
         return ROLE == Role::DIVISOR ? 1.f / x : x;
     }
 

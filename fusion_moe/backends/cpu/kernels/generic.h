@@ -8,22 +8,16 @@
 
 namespace {
 
-struct GenericF32 : F32Words {  // panels are [K][COLUMN_BLOCKS][16]
-    static constexpr int ROWS = 4, COLUMN_BLOCKS = 1;
+struct GenericF32 : F32Words, WordTiles<GenericF32, float, 4, 1> {
+    typedef float Sums __attribute__((vector_size(16)));
 
-    // x [rows][stride] times the panel -> out [rows][out_stride], of which LANES are written
-    template <class Columns>
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K,
-                         const Columns*, float* out, i64 out_stride) {
-        float sum[ROWS][LANES] = {};
-        for (i64 k = 0; k < K; ++k) {
-            for (int r = 0; r < ROWS; ++r) {
-                const float a = r < rows ? x[r * stride + k] : 0.f;
-                for (int i = 0; i < LANES; ++i) sum[r][i] += a * panel[k * LANES + i];
-            }
-        }
-        for (int r = 0; r < rows; ++r) std::memcpy(out + r * out_stride, sum[r], sizeof sum[r]);
+    static Sums load(const float* panel) {
+        Sums w;
+        std::memcpy(&w, panel, sizeof w);
+        return w;
     }
+    static Sums all(float x) { return Sums{} + x; }
+    static Sums add(Sums w, Sums x, Sums sum) { return sum + x * w; }
 };
 
 }  // namespace

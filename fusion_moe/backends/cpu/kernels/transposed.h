@@ -29,7 +29,6 @@ template <class F32, class Weight_>
 struct TransposedPanels : F32 {
     using Weight = Transposed<Weight_>;
     using Columns = typename Weight::Columns;
-    static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 
     static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 N,
                            float* panel) {
