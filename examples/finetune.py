@@ -60,7 +60,7 @@ from fusion_moe.integrations.transformers.bench import SIZES as ALL_SIZES
 from fusion_moe.transformers import NVFP4Config, from_pretrained
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
-DOCS = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+DOCS = sorted((Path(__file__).resolve().parents[1] / "docs").rglob("*.md"))
 # of these, what differs from the small model; depth, vocabulary and positions do not
 SIZES = {
     name: {
