@@ -132,6 +132,16 @@ def plan(
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="With --train: logits in chunks of tokens.")
     ] = False,
+    adam_8bit: Annotated[
+        bool, typer.Option("--adam-8bit", help="With --train: an optimizer with moments in 8 bits.")
+    ] = False,
+    activation_offloading: Annotated[
+        bool,
+        typer.Option(
+            "--activation-offloading",
+            help="With --train: what checkpointing keeps is in the host's memory.",
+        ),
+    ] = False,
     link: Annotated[
         float | None, typer.Option(help="With --train: GB/s to the GPU. [default: 50]")
     ] = None,
@@ -170,6 +180,8 @@ def plan(
         "rank": rank,
         "checkpointing": checkpointing,
         "chunked_loss": chunked_loss or None,
+        "adam_8bit": adam_8bit or None,
+        "activation_offloading": activation_offloading or None,
     }
     others = {"kv_tokens": kv_tokens} if train else {**of_step, "link": link, "tflops": tflops}
     if ignored := [

@@ -22,6 +22,8 @@ FLOPS = {"H100": 1.4e14, "H200": 1.9e14}  # per second, of whole steps
 _UNPACK = 7.5e11  # bytes per second of experts that the GPU puts into the layout of its kernels
 _BUFFERS = 3  # each as large as a layer's experts
 _ADAM = 16  # bytes of a factor: it, its gradient and two moments, in float32
+_ADAM_8BIT = 10  # moments in 8 bits
+_STASHED = 5  # what TRL's activation_offloading leaves on the GPU
 _LOGIT = 10  # bytes: it in 16 bits, in float32 and its gradient
 _CHUNK = 1024  # tokens whose logits a loss in chunks has at once
 
@@ -30,13 +32,16 @@ _CHUNK = 1024  # tokens whose logits a loss in chunks has at once
 class Step:
     """What trains. tokens: of a forward, without accumulation; rank: of the adapters of all
     experts; checkpointing: of gradients, by layers; chunked_loss: whether logits are never there
-    for all tokens.
+    for all tokens; adam_8bit: whether the optimizer's moments have 8 bits; activation_offloading:
+    whether what checkpointing keeps of layers is in the host's memory.
     """
 
     tokens: int = 4096
     rank: int = 16
     checkpointing: bool = True
     chunked_loss: bool = False
+    adam_8bit: bool = False
+    activation_offloading: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,19 +117,23 @@ def plan(
     """
     parts, whole = _parts(model, config, step), None
     needed = sum(parts.values())
+    on_device = replace(step, activation_offloading=False)
+    sent = sum(_parts(model, config, on_device).values()) - needed  # activations, to the host
     without = {name: n for name, n in parts.items() if name != "buffers for copies"}
     if memory >= sum(without.values()) + model.experts:
         parts, needed = without, sum(without.values())
     least = 0 if parts is without else 3 * sum(layer.nbytes for layer in model.layers)
     if memory >= needed + least:
         kept = {"kv_tokens": 0, "workspace": needed - model.rest, "where": "plan"}
-        whole = make(model, memory, ram, disk=disk, **kept)  # type: ignore[arg-type]
+        held = None if ram is None else ram - sent
+        whole = make(model, memory, held, disk=disk, **kept)  # type: ignore[arg-type]
     away = 0.0 if whole is not None and whole.whole else 1 - (whole.resident if whole else 0)
     # layers, forward and backward; where these turn, one is there, another one where it arrived
     each = 1 / len(model.layers)
     passes, unpacked = max(0, 2 - 4 * each), 2 - 2 * each
     filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
     copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
+    copies += sent / link
     products += unpacked * bool(away) * model.experts / _UNPACK
     advice = tuple(_advice(model, config, memory, step, whole, copies > products))
     return TrainPlan(step, memory, parts, whole, copies, products, advice)
@@ -136,12 +145,14 @@ def _parts(model: Model, config: Mapping[str, Any], step: Step) -> dict[str, int
     saved = 2 * (slots * 2 * inner + 6 * hidden + _attention(config) // hidden)
     working, kept = 2 * slots * (3 * hidden + inner), layers * saved
     if step.checkpointing:
-        kept = layers * 2 * hidden + saved
+        kept = (
+            min(_STASHED, layers) if step.activation_offloading else layers
+        ) * 2 * hidden + saved
     logits = min(step.tokens, _CHUNK) if step.chunked_loss else step.tokens
     factors = sum(layer.experts for layer in model.layers) * (2 * hidden + 3 * inner)
     return {
         "all but experts": model.rest,
-        "adapters, Adam": _ADAM * step.rank * factors,
+        "adapters, Adam": (_ADAM_8BIT if step.adam_8bit else _ADAM) * step.rank * factors,
         "saved activations": step.tokens * kept,
         "a layer's activations": step.tokens * working,
         "logits and loss": _LOGIT * logits * _entry(config, "vocab_size"),
@@ -188,7 +199,9 @@ def _advice(
     now = sum(_parts(model, config, step).values())
     changes = {
         "--checkpointing": replace(step, checkpointing=True),
-        "--chunked-loss, such as use_liger_kernel=True": replace(step, chunked_loss=True),
+        "--chunked-loss, such as TRL's or use_liger_kernel=True": replace(step, chunked_loss=True),
+        "--adam-8bit, such as optim='adamw_bnb_8bit'": replace(step, adam_8bit=True),
+        "--activation-offloading, TRL's": replace(step, activation_offloading=True),
         f"--rank {step.rank // 2}": replace(step, rank=max(1, step.rank // 2)),
         f"--tokens {step.tokens // 2}, and accumulation": replace(step, tokens=step.tokens // 2),
     }
