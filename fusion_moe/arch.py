@@ -170,8 +170,9 @@ class Arch:
 
     @property
     def groups_read_per_two_tiles(self) -> int:
-        """See Measured. A tile occupies one multiprocessor; reading uses the bandwidth of the whole
-        GPU.
+        """How many groups' weights a small-M kernel reads in the time in which a block of a large-M
+        kernel multiplies two M tiles: measured on this GPU, else that of an H200 times the ratio of
+        their memory bandwidths.
         """
         if self.measured:
             return self.measured.groups_read_per_two_tiles

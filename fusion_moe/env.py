@@ -59,7 +59,9 @@ class Environment:
     problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the classes here."""
+        """The findings as dicts, lists, strings and numbers, with a `schema` that changes if fields
+        do: `fusion-moe doctor --json`.
+        """
         return {"schema": "fusion_moe.env/1", **asdict(self)}
 
     def __str__(self) -> str:

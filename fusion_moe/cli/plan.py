@@ -49,7 +49,9 @@ class Planned(Result):
         return {**super().to_json(), "whole": self.plan.whole, "resident": self.plan.resident}
 
     def print(self, console: Console) -> None:
-        """Where what is, and what to expect."""
+        """Writes the plan and the tokens a second to expect to the terminal: what is on the GPU, in
+        memory, in files.
+        """
         console.print(str(self.plan), soft_wrap=True)
         what = "" if self.plan.whole else ", if all experts are used equally often"
         from ..offload.plan import DISK

@@ -26,7 +26,9 @@ def call_of(n: Node) -> Node:
 
 
 def with_parts(n: Node) -> list[Node]:
-    """A call and the getitems that unpack its results: they belong together."""
+    """The call that a node of a graph is, or is a result of, and all getitem nodes that unpack its
+    results. They move together.
+    """
     call = call_of(n)
     return [call, *(u for u in call.users if u.target is operator.getitem)]
 

@@ -76,7 +76,9 @@ class SignsAndSizes(Nibbles):
     """Codes with a sign and a magnitude, which go to different places."""
 
     def stored(self, x: Tensor) -> Tensor:
-        """u8 codes [..., r, c, v, j, h, i] -> u8 [..., r, c, v, j, 2]"""
+        """E2M1 codes u8 [..., r, c, v, j, h, i] -> the bytes u8 [..., r, c, v, j, 2] in which a
+        tile of the layout `w16x64` stores them: four signs and four sizes of 3 bits in 16 bits.
+        """
         code = x.int()
         sign, size = code >> 3, code & 7
         last, rotated = size[..., 1, 1], size[..., 1, 0].flip(-1)

@@ -83,7 +83,9 @@ def keep(compiled: Compiled | None) -> None:
 
 
 def kept() -> Sequence[Compiled]:
-    """The last 256 graphs that were compiled."""
+    """The graphs that torch.compile compiled with fusions in this process, the latest last; at most
+    256.
+    """
     return tuple(_compiled)
 
 

@@ -148,7 +148,9 @@ class FusionDefinition:
         ).verify()
 
     def fresh_groups(self, count: AnySize, stride: AnySize | None = None) -> Groups:
-        """A partition with a new name."""
+        """A partition into `count` groups, as `define_groups` makes it, under a name that the
+        definition does not have yet.
+        """
         return self.define_groups(self._fresh("g"), count, stride)
 
     def inline(

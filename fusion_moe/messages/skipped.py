@@ -31,5 +31,7 @@ def check_skip(skip: Sequence[str], names: Sequence[str] | None, where: str) -> 
 
 
 def skipping(name: str) -> str:
-    """What an error about a module advises."""
+    """The advice of an error about one module of a model: the argument `skip` that leaves it as it
+    is.
+    """
     return f"skip=[{name!r}] leaves it as it is"

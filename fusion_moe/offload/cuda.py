@@ -349,7 +349,12 @@ class Cuda:
 def shared_of(
     storage: HostStorage, device: torch.device, capacity: int = CAPACITY, limit: float = LIMIT
 ) -> Shared:
-    """For the layers of a model whose experts take rows like those of `storage`."""
+    """What the offloaded layers of one model share on a GPU: request ring, worker, exchange of
+    rows.
+
+    storage: of one of the layers, whose rows have as many features. capacity: the most rows of a
+    step that the worker computes; limit: seconds that are waited for it.
+    """
     return Shared(capacity, storage.features, torch.bfloat16, device, limit)
 
 
@@ -392,7 +397,9 @@ def large_of(storage: HostStorage) -> dict[str, Tensor]:
 
 
 def shapes_of(storage: HostStorage, layout: str) -> dict[str, Shape]:
-    """How kernels copy each tensor into slots in a layout."""
+    """How kernels copy an expert's part of each tensor of a host storage into a cache slot, by the
+    tensor's name: as bytes, or reordered if the slots have the layout `w16x64`.
+    """
     encoding = ENCODINGS[storage.format]
     order = encoding.element.tile_order if layout == W16X64.name else None
     return {n: Shape.of(t, _part(encoding, n), order) for n, t in storage.tensors.items()}

@@ -67,7 +67,9 @@ class Device(Protocol):
 
     @property
     def expert_map(self) -> Tensor:
-        """i32[E]: the table in use."""
+        """i32[E]: the cache slot of each expert in the table that steps read now; -1 for experts
+        that are not on the device.
+        """
 
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
         """The programs of a step with such tensors."""
@@ -82,7 +84,7 @@ class Device(Protocol):
         """Makes expert_map i32[E] the table of the next steps; all that was loaded is there."""
 
     def uses(self) -> Tensor:
-        """i64[E]: how many slots named each expert since the last call."""
+        """i64[E]: how many of the tokens' choices named each expert since this was last asked."""
 
     def fetch(self, experts: Sequence[int], arrival: Mapping[str, Tensor]) -> None:
         """Copies experts, as they are on the host, to their places among all in `arrival`."""
@@ -138,7 +140,9 @@ class HostStorage:
 
     @property
     def activation_format(self) -> str:
-        """That of the operation."""
+        """The format of activations in these experts' products, an `activation_format` of
+        operations; "bf16" by default.
+        """
         return str(self._others.get("activation_format", "bf16"))
 
     def empty(self, slots: int, device: torch.device | str) -> dict[str, Tensor]:

@@ -122,8 +122,9 @@ class Shape:
     def of(
         cls, t: Tensor, part: EncodingPart | None = None, order: CodeOrder | None = None
     ) -> Shape:
-        """That of a tensor, of which `part` of an encoding becomes tiles if an order of codes is
-        given.
+        """How kernels copy t[e] for an expert e. With an order of codes, `part` of an encoding
+        (codes, or scales of blocks) is stored as tiles of `w16x64`; else bytes are copied as they
+        are.
         """
         nbytes = t[0].nbytes
         if order and part and part.scale is None:

@@ -20,8 +20,8 @@ _EXACT_IN = {
 
 
 def canonicalize(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with silu, plain casts and plain reshapes instead of a graph's decompositions of
-    them.
+    """The same Fusion, bit for bit, with one operation for each silu, cast and reshape that a graph
+    has in several. target: not used.
     """
     return rewrite(fusion, _rule)
 

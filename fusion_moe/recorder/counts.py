@@ -55,7 +55,9 @@ class Counts:
 
     @property
     def numbers(self) -> list[int]:
-        """The fields of native.cpp's Layer after `how`."""
+        """The sizes and addresses of this layer's counters, in the order of the fields of
+        native.cpp's `Layer` after `how`.
+        """
         arrays = self.calls, self.times, self.totals, self.rows
         return [self.groups, self.capacity, *(t.data_ptr() for t in arrays)]
 

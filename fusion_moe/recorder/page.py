@@ -18,7 +18,7 @@ _HUE = bytes((31, 111, 235))
 
 
 def page(run: RunData) -> str:
-    """The whole file."""
+    """The HTML of a recorded run: one file with its style and script, which loads nothing."""
     kernels = sorted(run.kernels, key=lambda k: -k.whole)
     return rendered(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8"),

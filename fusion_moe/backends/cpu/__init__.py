@@ -36,7 +36,10 @@ NAME = "cpu"
 
 
 def plan(fusion: Fusion, kind: str) -> Source:
-    """The C++ of a piece. UnsupportedError if there is none."""
+    """What a CPU kernel of the piece is emitted from: its C++ and the values in memory. kind: the
+    name of the scheduler that took the piece. UnsupportedError, with the reason, if no kernel
+    computes it.
+    """
     usual = _of_product if kind == "grouped_gemm" else loops.source
     source: Source = source_of(fusion, NAME, usual)(fusion)
     return source

@@ -39,7 +39,9 @@ class CPUBlockKernels:
 
     @classmethod
     def find(cls, x: Tensor, element: Element) -> CPUBlockKernels | None:
-        """Those for x float [n, block]; None without a compiler."""
+        """The kernels that quantize blocks x float [n, block] to 4-bit codes of `element`; None for
+        other dtypes, blocks or codes, and where no C++ compiler is.
+        """
         fits = x.dtype in _DTYPES and x.shape[-1] in _BLOCKS and element.bits == 4
         numbers = _numbers(element) if fits else None
         return cls(numbers) if numbers and _library(isa.selected()) else None

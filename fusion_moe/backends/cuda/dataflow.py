@@ -223,7 +223,9 @@ def _only_activations(product: Product) -> bool:
 
 
 def one_part(source: Source, variant: str = AUTO) -> Parts:
-    """The parts of a call that launches one segment alone."""
+    """The parts of a call that launches one segment by itself: its fusion's inputs and outputs are
+    the call's. variant: the option cuda_variant.
+    """
     inputs, outputs = tuple(source.fusion.inputs), tuple(source.fusion.outputs)
     return Parts(inputs, outputs, (Part(source, inputs, outputs),), variant)
 

@@ -363,7 +363,9 @@ class Operand:
         )
 
     def made(self) -> list[KernelSource]:
-        """The kernel that computes the rows, if they are not in memory."""
+        """The kernel that computes the operand's rows into scratch memory before the product; an
+        empty list if they are in memory already.
+        """
         if not self.scratch:
             return []
         (array,), result = self.scratch, self.owner.elements(without=self.owner.made_later)

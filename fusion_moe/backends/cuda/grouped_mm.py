@@ -319,7 +319,9 @@ class ByVariants(PlannedSource):
         )
 
     def uses(self, array: Array, chosen: Chosen) -> bool:
-        """No activations if the product reads a matrix directly."""
+        """Whether a call with these kernels needs an array of scratch memory. It does without the
+        array of activations where the product reads them where they are.
+        """
         return array.name != ACTIVATIONS or not self._reads_in_place(
             chosen.activation_reader, chosen.reads_fragment_order
         )

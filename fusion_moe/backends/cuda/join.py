@@ -11,8 +11,8 @@ from .launch import Call, Launch
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Call | None]:
-    """The kernels, and one call for all of them if all are ours and each output is separate
-    memory.
+    """The kernels of a program, and one call that launches all of them. None in place of the call
+    if one of them is not a CUDA kernel of this library, or two outputs share memory.
     """
     launches = [k.launch for k in kernels if isinstance(k.launch, Launch)]
     if len(launches) < len(kernels) or not kernels:

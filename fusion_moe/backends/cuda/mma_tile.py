@@ -25,8 +25,12 @@ def warp_columns(read: int) -> int:
 def mma_tile(
     m: int, n: int, groups: int, arch: Arch, read: int = 1, narrowest: int = 0
 ) -> tuple[int, int]:
-    """The rows and columns of a tile: at most m and n, and at least `narrowest` columns.
-    UnsupportedError for so many groups that none fits.
+    """The rows and columns of the tile that a block of a product by `mma.sync` computes: the
+    largest that fits in shared memory, of at most m rows and n columns.
+
+    groups: of the call, whose ends are in shared memory; read: how many columns of the product one
+    column of a result reads; narrowest: the fewest columns. UnsupportedError if the groups leave no
+    room for any tile.
     """
     columns = warp_columns(read)
     least = MMA_THREADS // 32 * _WARP_ROWS * columns

@@ -52,7 +52,9 @@ class Product(PlannedSource):
 
     @property
     def matrix(self) -> Value | None:
-        """The value whose rows are the activations, if kernels of variants may read it."""
+        """The value [M, K] in memory whose rows are the product's activations; None if there is
+        none, or none that kernels of variants may read where it is.
+        """
         return self.by_variants.matrix if self.by_variants else None
 
     @property

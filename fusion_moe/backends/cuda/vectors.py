@@ -147,8 +147,10 @@ def of_eight(
     column: str = "j0 + v",
     before: Sequence[str] = (),
 ) -> list[str]:
-    """A loop over eight columns, in which statements make elements, which are kept; before: the
-    code before the loop, such as constants.
+    """C++ of an unrolled loop over eight adjacent columns: the statements compute the elements of
+    each, and the variables in `kept` are stored in arrays of eight.
+
+    column: the expression of a column's number; before: lines to write before the loop.
     """
     once, each = hoisted(statements, _J.name)
     branches, each = _branches(each, column)

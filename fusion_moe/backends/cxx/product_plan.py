@@ -127,7 +127,9 @@ class ProductPlan:
 
     @property
     def stored(self) -> tuple[Value, ...]:
-        """The values stored after the product."""
+        """The values that the kernel writes: rows of the product after its epilogue, sums of
+        groups, sums of a token's rows.
+        """
         return (*self.rows, *self.summed, *self.tokens)
 
     @property
@@ -338,8 +340,8 @@ def _need_inside(fusion: Fusion, product: Op, in_memory: Collection[Value]) -> N
 
 
 def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
-    """Whether ends are those of one group with all rows, given as a number that the fusion fills
-    in.
+    """Whether ends partition all `rows` into one group by a constant of the program: a `full` of
+    one element with their number.
     """
     producer = fusion.producer(base_of(fusion, ends), "full")
     return (

@@ -95,8 +95,9 @@ class FusionMoe(FusionExecutor):
         return result
 
     def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
-        """Fuses all bound symbols of a thunder region into one: passes of other executors that move
-        bound symbols call it.
+        """One bound symbol in place of all those of a thunder region; thunder's passes call this
+        for regions that they formed. Raises the reason of the first symbol that has no translation.
+        fusion_counter: the number in its name.
         """
         outputs = [unvariableify(v) for v in region.outputs]
         inside = TraceGraph(region.bound_symbols, [p.name for p in outputs])

@@ -149,15 +149,19 @@ def made(config: Any, layers: int, device: str) -> Any:
 
 
 def config_of(name: str) -> Any:
-    """The configuration of transformers for a name of SIZES."""
+    """transformers' configuration of a model that SIZES names, such as "qwen3-30b". KeyError for
+    other names.
+    """
     sizes = dict(SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 
 def loaded(directory: str | Path, device: str, to: str = "nvfp4") -> list[Contender]:
-    """The model of a directory, and the same in bf16. Experts in floats are quantized to a format;
-    a quantized directory stands beside the numbers of its weights, rounded to bf16. Raises as
-    `from_pretrained`.
+    """The contenders of a directory: the model with experts in few bits, and the same model in
+    bf16, beside which it is timed.
+
+    Experts in floats are quantized to the format `to`; of a quantized directory the bf16 model has
+    the dequantized weights. device: "cpu" or "cuda". Raises as `from_pretrained`.
     """
     where: dict[str, Any] = {"dtype": torch.bfloat16, **placed(device)}
     model = from_pretrained(directory, **where).eval()

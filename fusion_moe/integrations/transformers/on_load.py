@@ -43,7 +43,9 @@ def prepare_to_quantize(model: Any, config: QuantizationConfig) -> Contracts:
 
 
 def floats_of(contract: ExpertsContract | None) -> tuple[str, ...]:
-    """The float parameters of a module that are quantized or reordered when they are read."""
+    """The names of the parameters in floats of a module of experts that are quantized as they are
+    read, by its contract; None: a linear layer, whose is "weight".
+    """
     return ("weight",) if contract is None else contract.names
 
 

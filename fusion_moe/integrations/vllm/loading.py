@@ -30,7 +30,9 @@ class LoadsExperts(Named):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """As vLLM's, with the rule by which scales were chosen."""
+        """vLLM's configuration of a quantized directory, with the rule by which its scales were
+        chosen in `scales` ("max" if the directory says none): new weights are rounded by it.
+        """
         made = super().from_config(config)  # type: ignore[misc]
         made.scales = own_entries(config).get("scales", "max")
         return made

@@ -221,7 +221,10 @@ def _are_turned(*copies: Value) -> bool:
 
 
 def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
-    """A copy along rows rebuilt from its scales and its codes by columns."""
+    """The same copy, [M, K] in 8 bits, but its codes go through memory by columns, [blocks, K,
+    128], as gradients of weights read them: so the forward can save one copy for both uses. ends:
+    of the groups of its rows.
+    """
     codes, scales = fd.producer(in_parts(fd, copied)).values
     back = fd.ops.untranspose_row_blocks(
         fd.ops.transpose_row_blocks(codes, ends), ends, rows=copied.type.shape[0]

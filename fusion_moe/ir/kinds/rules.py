@@ -17,7 +17,9 @@ Types = tuple[TensorType, ...]
 
 
 def need_tensor(name: str, type: Any) -> TensorType:
-    """`type`, which must be that of a tensor and not a number."""
+    """The type of an operand. DtypeError if the operand is a number and not a tensor. name: what
+    the message calls it.
+    """
     if not isinstance(type, TensorType):
         raise DtypeError(f"{name} is a number, {type!r}", expected="a tensor")
     return type
@@ -187,8 +189,8 @@ def need_number(name: str, number: float, dtype: str) -> None:
 
 
 def need_finite(name: str, number: float, dtype: str) -> None:
-    """As `need_number`, for a number that is stored: if finite, it must not exceed the largest
-    number of a float dtype.
+    """DtypeError unless a number can be stored in a tensor of this dtype: as `need_number`, and a
+    finite number must not exceed the dtype's largest. name: what the message calls it.
     """
     need_number(name, number, dtype)
     most = torch.finfo(DTYPES[dtype]).max if DTYPES[dtype].is_floating_point else math.inf

@@ -63,7 +63,9 @@ class AdaptableModule(PackedModule):
         return "linear" if self.weights == "fp8" else super().layout_on(target)
 
     def why_not(self, layout: Layout) -> str:
-        """As in `PackedModule`; requantized weights are not padded."""
+        """Why the module's weights cannot be stored in a layout, or "": beside the reasons of
+        `PackedModule`, weights that would be padded while a requantized copy is kept, which is not.
+        """
         padded = [weight for weight in self.part_names if self.padding(weight, layout)]
         if self.weights != "packed" and padded:
             name = self.part_names[padded[0]][0]

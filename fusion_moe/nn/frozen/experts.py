@@ -140,8 +140,8 @@ class Experts(Projections):
         return found
 
     def padding(self, weight: str, layout: Layout) -> Padding:
-        """As in `PackedModule`, but features between the two projections are padded for the
-        projection that contracts them.
+        """The padding that makes a weight [N, K] whole tiles of a layout. The intermediate features
+        are padded alike in both projections, to tiles of the one that contracts them.
         """
         n, k = self.matrix_shape(weight)
         _, columns = layout.tile

@@ -263,7 +263,10 @@ class GroupedLinear(GroupedParameters):
         return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
 
     def effects(self, call: Call) -> dict[int, Effect]:
-        """What the backward of a program with this layer writes for its weights."""
+        """What the backward of a program with this layer does beside returning gradients, by the
+        weight's place among the call's arguments: adds to `main_grad`, or delays the weight's
+        gradient. {} without either.
+        """
         weight = self.grouped("weight")
         params = weight if isinstance(weight, tuple) else (weight,)
         if not (

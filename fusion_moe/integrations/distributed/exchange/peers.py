@@ -106,8 +106,9 @@ class Use:
         return issued.table
 
     def check(self, table: Tensor) -> None:
-        """RankError for a call that waited in vain; ranks without shared memory go through the
-        process group.
+        """RankError, which names the lost rank, if a call on a CPU waited for another rank in vain.
+        table: the call's sizes and addresses of shared memory. Nothing is checked for ranks without
+        shared memory, whose process group raises.
         """
         rank, _, room, _, *addresses = table.tolist()
         if not room:

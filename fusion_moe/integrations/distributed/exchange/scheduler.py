@@ -60,7 +60,9 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 
 def combine_before(fusion: Fusion) -> Op | None:
-    """The only `combine` of a piece that ends in `combine_from`, if there is one."""
+    """The operation that sums a token's rows on this rank before `combine_from` sends the sums: the
+    piece's only `combine`. None if it has several, or does not end in `combine_from`.
+    """
     results = [op for op in fusion.ops if op.kind.role == "combine"]
     return results[0] if len(results) == 1 and fusion.ops[-1].kind.name == "combine_from" else None
 
