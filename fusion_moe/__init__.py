@@ -103,7 +103,7 @@ def __dir__() -> list[str]:
 
 # by short names, without this package's: long ones
 _LONG = {p.stem: f"integrations.{p.stem}" for p in Path(__file__).parent.glob("integrations/*")}
-_LONG["nn.lora"] = "lora"
+_LONG |= {"nn.lora": "lora", "nn.trained": "training"}
 
 
 class _ShortNames:

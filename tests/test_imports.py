@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import networkx
+from count import BESIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"fusion_moe": ROOT, "fusion_moe_translators": ROOT / "translators"}
@@ -145,6 +146,14 @@ def test_the_core_imports_no_integration():
         (name, other) for name in CORE for other in edges(name, types=False) if is_outside(other)
     }
     assert found == set()
+
+
+def test_the_core_imports_nothing_that_stands_beside_it():
+    """But for names that `fusion_moe` and `fusion_moe.nn` have too, imported when asked for."""
+    folders = tuple(f"fusion_moe.{folder}" for folder in BESIDE)
+    beside = {name for name in files() if name.startswith(folders)}
+    users = {name for name in files().keys() - beside if edges(name) & beside}
+    assert users == {"fusion_moe", "fusion_moe.nn"}
 
 
 def test_the_core_names_no_integration():

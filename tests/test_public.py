@@ -107,6 +107,10 @@ def test_short_names_of_integrations_are_the_same_modules():
 
     assert fusion_moe.nn.lora.files is fusion_moe.lora.files
     assert fusion_moe.nn.Adapter is fusion_moe.lora.Adapter
+    import fusion_moe.nn.trained.linear
+    import fusion_moe.training.linear
+
+    assert fusion_moe.nn.trained.linear is fusion_moe.training.linear
     assert fusion_moe.distributed is sys.modules["fusion_moe.distributed"] is long
     assert sys.modules["fusion_moe.distributed.clip"] is long.clip
     assert long.__spec__.name == long.__name__ == "fusion_moe.integrations.distributed"

@@ -17,7 +17,8 @@ from itertools import chain
 from pathlib import Path
 
 FOLDERS = "fusion_moe", "translators", "tests", "benchmarks", "tools"
-BESIDE = "integrations", "offload", "checkpoints", "lora", "recorder", "cli"  # not the core
+# not the core
+BESIDE = "integrations", "offload", "checkpoints", "training", "lora", "recorder", "cli"
 CXX = {".h", ".cuh", ".cpp", ".cu", ".c"}
 _NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL)
 

@@ -10,7 +10,7 @@ text.py          a Fusion as Python text, and back
 activation.py    a pointwise function as text
 derivative.py    forward and backward of a Fusion; gradients.py: of each operation
 saved.py         what the forward saves: a minimum cut; router_gradient.py: one product less
-postponed.py     outputs that are computed later; effects.py: inputs that are written
+effects.py       inputs that are written
 flow.py          parts of programs
 """
 

@@ -1,5 +1,5 @@
-"""Layers over groups of rows: float layers to train and frozen quantized ones, and `quantize_`,
-which converts models to the latter. Adapters beside frozen weights are of ../lora.
+"""Frozen quantized layers over groups of rows, and `quantize_`, which converts models to them.
+Adapters beside their weights are of ../lora, float layers to train of ../training.
 """
 
 from __future__ import annotations
@@ -26,29 +26,7 @@ from .frozen import (
     prepare_,
     update_weights_,
 )
-from .trained.activations import (
-    GEGLU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    Activation,
-    ClampedSwiGLU,
-    ReGLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    SiTUGLU,
-    SReGLU,
-    SReLU,
-    SwiGLU,
-    deinterleave,
-    interleave,
-)
-from .trained.channels import AddExtraInput, Bias, ConstantScale, MakeExtraOutput, Reshape
-from .trained.fusions import register_fusion, unregister_fusion
-from .trained.linear import GroupedLinear
-from .trained.sequential import Sequential
+from .gate_up import deinterleave, interleave
 
 __all__ = [
     "GEGLU",
@@ -107,13 +85,42 @@ __all__ = [
     "update_weights_",
 ]
 
+_OF_LORA = ("Adapter", "add_lora_", "merge_lora_", "remove_lora_")
+
 if TYPE_CHECKING:
     from ..lora import Adapter, add_lora_, merge_lora_, remove_lora_
+    from ..training import (
+        GEGLU,
+        GLU,
+        QGEGLU,
+        QGELU,
+        Activation,
+        AddExtraInput,
+        Bias,
+        ClampedSwiGLU,
+        ConstantScale,
+        GroupedLinear,
+        MakeExtraOutput,
+        ReGLU,
+        Reshape,
+        ScaledClampedQGeGLU,
+        ScaledSiTUGLU,
+        ScaledSReLU,
+        ScaledSwiGLU,
+        Sequential,
+        SiTUGLU,
+        SReGLU,
+        SReLU,
+        SwiGLU,
+        register_fusion,
+        unregister_fusion,
+    )
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in ("Adapter", "add_lora_", "merge_lora_", "remove_lora_"):
-            return getattr(importlib.import_module("..lora", __name__), name)
+        if name in __all__:
+            room = "..lora" if name in _OF_LORA else "..training"
+            return getattr(importlib.import_module(room, __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,7 +17,7 @@ from ...encodings import NVFP4, Quantized, is_dtensor
 from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen import FROZEN, CustomExperts, Experts, NVFP4Experts, Projections, View
-from ..trained.activations import deinterleave
+from ..gate_up import deinterleave
 from .traced_activation import activation_of
 
 # in this order: transformers' modules of codes raise if asked for the last, but lack the others

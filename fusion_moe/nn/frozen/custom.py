@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...definitions.operations import restored
 from ...encodings import Quantized, as_plain_tensors
 from .. import checks
-from ..trained.activations import interleave
+from ..gate_up import interleave
 from .projections import Projections
 
 ops = torch.ops.fusion_moe

@@ -33,8 +33,8 @@ from ...encodings.checks import check_floats
 from ...encodings.requantized import requantize
 from ...layouts import LAYOUTS, Layout, Padding
 from ...runtime.host_memory import pages
+from ..gate_up import deinterleave, interleave
 from ..local import Sharding
-from ..trained.activations import deinterleave, interleave
 from .base import by_kernels, round_
 
 INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes

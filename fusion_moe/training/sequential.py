@@ -7,9 +7,9 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ...definitions.operations import restored
-from ...errors import OptionError, ShapeError
-from .. import checks
+from ..definitions.operations import restored
+from ..errors import OptionError, ShapeError
+from ..nn import checks
 from . import fusions, splits
 from .activations import Activation
 from .channels import AddExtraInput, MakeExtraOutput

@@ -11,8 +11,8 @@ from fusions import assert_same_bits, evaluate
 from fusion_moe import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
-from fusion_moe.ir.postponed import postponed
 from fusion_moe.ir.text import one_line, parse
+from fusion_moe.training.postponed import postponed
 
 G, K, N = 3, 4, 5
 FREE = ("ends", "partition", "reshape")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ...definitions.tensor_lists import flat
-from ...errors import UnsupportedError
-from ...ir import FusionDefinition, TensorType, dtype_name, one_line
-from ...ir.kinds import eight_bits
-from ...recipe import Float8BlockScaling
+from ..definitions.tensor_lists import flat
+from ..errors import UnsupportedError
+from ..ir import FusionDefinition, TensorType, dtype_name, one_line
+from ..ir.kinds import eight_bits
+from ..recipe import Float8BlockScaling
 from .stages import Operand
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ... import options
-from ...bodies.autograd import (
+from .. import options
+from ..bodies.autograd import (
     Programs,
     programs_of,
     refuse_transforms,
@@ -21,12 +21,12 @@ from ...bodies.autograd import (
     split,
     wanted,
 )
-from ...definitions.tensor_lists import PartCounts, flat, grouped
-from ...errors import UnsupportedError
-from ...ir import parse
-from ...ir.postponed import postponed
+from ..definitions.tensor_lists import PartCounts, flat, grouped
+from ..errors import UnsupportedError
+from ..ir import parse
 from . import main_grad
 from .delayed import Delayed, Waiting
+from .postponed import postponed
 from .stages import Call
 
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...definitions.tensor_lists import Input, flat
-from ...ir import FusionDefinition, TensorType, Value, dtype_name, one_line, plain, symbol
-from ...ir.activation import activated, read
-from ...ir.builder import rows_like
-from ...ir.kinds import eight_bits
-from ...ir.kinds.grouped import bias_rows
+from ..definitions.tensor_lists import Input, flat
+from ..ir import FusionDefinition, TensorType, Value, dtype_name, one_line, plain, symbol
+from ..ir.activation import activated, read
+from ..ir.builder import rows_like
+from ..ir.kinds import eight_bits
+from ..ir.kinds.grouped import bias_rows
 
 ROWS = -1  # in the shape of an input: as many rows as x
 Type = tuple[torch.dtype, tuple[int, ...]]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from ...definitions.tensor_lists import Input, are_neighbours
-from ...errors import ShapeError
-from ..checks import are_alike
+from ..definitions.tensor_lists import Input, are_neighbours
+from ..errors import ShapeError
+from .checks import are_alike
 
 
 class GroupedParameters(nn.Module):

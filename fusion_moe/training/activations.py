@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...definitions.operations import restored
-from ...errors import OptionError, ShapeError
-from ...ir import FusionDefinition, Value
-from ...ir.activation import read, swiglu, written
-from .. import checks
+from ..definitions.operations import restored
+from ..errors import OptionError, ShapeError
+from ..ir import FusionDefinition, Value
+from ..ir.activation import read, swiglu, written
+from ..nn import checks
+from .checks import are_alike, need_scales
 from .stages import ROWS, Operand, Stage, call
 
 _KEY = "glu_interleave_size"
@@ -57,7 +58,7 @@ class Activation(nn.Module):
         self._check_width(width)
         if not self.scaled and scales is not None:
             raise ShapeError("scales", expected="none", where=type(self).__name__)
-        column = checks.need_scales(scales, x, type(self).__name__) if self.scaled else None
+        column = need_scales(scales, x, type(self).__name__) if self.scaled else None
         operand = None if column is None else Operand(column, (ROWS,))
         return Stage("activation", width, (operand,), (self.text,))
 
@@ -102,7 +103,7 @@ class _ScaledGLU(Activation):
         entries, own = dict(state_dict), self.glu_interleave_size or 0
         entries.pop(prefix + "_extra_state", None)  # Transformer Engine's
         saved = entries.pop(prefix + _KEY, own)
-        if checks.are_alike([saved], dims=0) and not saved.is_meta:
+        if are_alike([saved], dims=0) and not saved.is_meta:
             saved = saved.item()
         if type(saved) is not int or saved != own:
             raise OptionError(
@@ -294,33 +295,3 @@ class SReGLU(_GLU):
     """relu(gate)^2 * linear"""
 
     function = "squared_relu"
-
-
-def interleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Blocks of gate rows and of linear rows, interleaved.
-
-    Args:
-        rows: a weight or bias, its gate rows before its linear rows along `dim`.
-        size: the number of rows of a block.
-        dim: the dimension of 2H rows.
-
-    Returns:
-        The same rows; along `dim`, blocks of `size` gate and `size` linear rows alternate.
-    """
-    return _reordered(rows, size, dim, (2, -1, size))
-
-
-def deinterleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:
-    """The inverse of `interleave`."""
-    return _reordered(rows, size, dim, (-1, 2, size))
-
-
-def _reordered(rows: Tensor, size: int, dim: int, blocks: tuple[int, int, int]) -> Tensor:
-    if size <= 0 or rows.shape[dim] % (2 * size):
-        raise ShapeError(
-            f"{rows.shape[dim]} rows in blocks of {size}",
-            expected=f"a multiple of 2 * {size}",
-            where="interleave",
-        )
-    dim %= rows.dim()
-    return rows.unflatten(dim, blocks).transpose(dim, dim + 1).flatten(dim, dim + 2)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...definitions.tensor_lists import Input, flat
-from ...errors import UnsupportedError
-from ...ir import dtype_name
+from ..definitions.tensor_lists import Input, flat
+from ..errors import UnsupportedError
+from ..ir import dtype_name
 from . import main_grad
 
 

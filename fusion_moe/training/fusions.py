@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from ...errors import OptionError
+from ..errors import OptionError
 from .channels import AddExtraInput, MakeExtraOutput
 
 F = TypeVar("F", bound=Callable[..., Any])

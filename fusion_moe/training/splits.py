@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DtypeError, GroupsError, ShapeError
-from ...layouts import ends_from_sizes
-from ..checks import need_device
+from ..errors import DtypeError, GroupsError, ShapeError
+from ..layouts import ends_from_sizes
+from ..nn.checks import need_device
 
 INTEGERS = (
     torch.int64,

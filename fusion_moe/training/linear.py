@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import recipe
-from ...definitions.operations import restored
-from ...definitions.tensor_lists import flat
-from ...errors import DtypeError, OptionError, ShapeError
-from ...ir import dtype_name
-from .. import checks
+from .. import recipe
+from ..definitions.operations import restored
+from ..definitions.tensor_lists import flat
+from ..errors import DtypeError, OptionError, ShapeError
+from ..ir import dtype_name
+from ..nn import checks
 from . import splits
+from .checks import need_apart, need_buffer, need_scales
 from .delayed import Delayed
 from .grouped_parameters import GroupedParameters
 from .held import Held
@@ -238,7 +239,7 @@ class GroupedLinear(GroupedParameters):
                 todo="a GroupedLinear with a bias and scale_bias=True takes them",
                 where=where,
             )
-        column = Operand(checks.need_scales(scales, x, where), (ROWS,)) if self.scale_bias else None
+        column = Operand(need_scales(scales, x, where), (ROWS,)) if self.scale_bias else None
         for name, operand in (("weight", weight), ("bias", bias)):
             if operand is not None:
                 first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
@@ -287,10 +288,10 @@ class GroupedLinear(GroupedParameters):
             ("grad_input", grad_input, x.shape, x.dtype),
         ):
             if t is not None:
-                checks.need_buffer(name, t, shape, dtype, x.device, where)
+                need_buffer(name, t, shape, dtype, x.device, where)
                 buffers.append((name, t))
         others = [("x", inputs[0]), *(("an operand", t) for t in flat(inputs[1:])[0])]
-        checks.need_apart(buffers, others, where)
+        need_apart(buffers, others, where)
 
     def backward_dw(self) -> None:
         """Computes the weight gradients of the oldest backward that left them out, and adds them to

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .core import Fusion, Op, Value
-from .flow import made_again, part
-from .text import one_line, parse
+from ..ir import Fusion, Op, Value, made_again, one_line, parse, part
 
 _AGAIN = ("ends", "partition", "reshape")  # repeated rather than passed on: they cost nothing
 

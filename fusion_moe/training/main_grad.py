@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...definitions.run import empty_outputs
-from ...definitions.tensor_lists import (
+from ..definitions.run import empty_outputs
+from ..definitions.tensor_lists import (
     Input,
     are_neighbours,
     flat,
     joined,
 )
-from ...errors import DeviceError, DtypeError, ShapeError
-from ...ir import FLOATS, FusionDefinition, Value, dtype_name, one_line, parse, plain, symbol
+from ..errors import DeviceError, DtypeError, ShapeError
+from ..ir import FLOATS, FusionDefinition, Value, dtype_name, one_line, parse, plain, symbol
 
 Params = Sequence[Tensor]
 _DTYPES = (torch.float32, torch.bfloat16)
