@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from .. import schedule
-from ..ir import DTYPES, FLOATS, Fusion, Op, Value, dependent
+from ..ir import DTYPES, FLOATS, Fusion, Op, Value, dependent, made_again
 from ..target import Target
 from .product import some_may_be_added
 
@@ -29,6 +29,9 @@ class Pieces:
             for op in fusion.ops
             if not _copied(op) or any(v in fusion.outputs for v in op.outputs)
         ]
+        self.copied = [op for op in fusion.ops if _copied(op)]
+        # each value, and what copied operations make of it
+        self.seen_as = {v: dependent(self.copied, [v]) for v in fusion.values}
         self.piece = {op: frozenset([op]) for op in self.ops}
 
     def grow(self) -> None:
@@ -94,7 +97,7 @@ class Pieces:
         """The pieces, each after those that it reads from, otherwise first what other ranks wait
         for, in the order of their first operations in the fusion.
         """
-        sent = self._sent()
+        sent = self._needed(self.piece[op] for op in self.ops if op.kind.role == "collective")
         pending = sorted(
             dict.fromkeys(self.piece[op] for op in self.ops), key=lambda p: p not in sent
         )
@@ -109,10 +112,9 @@ class Pieces:
             pending.remove(ready)
         return order
 
-    def _sent(self) -> set[frozenset[Op]]:
-        """The pieces that send something to other ranks, and those that these need."""
-        over = [self.piece[op] for op in self.ops if op.kind.role == "collective"]
-        results: set[frozenset[Op]] = set()
+    def _needed(self, pieces: Iterable[frozenset[Op]]) -> set[frozenset[Op]]:
+        """These pieces and all that they need."""
+        over, results = list(pieces), set[frozenset[Op]]()
         while over:
             piece = over.pop()
             over += [] if piece in results else self._producing(piece)
@@ -195,16 +197,7 @@ class Pieces:
         """Whether a path leads from a through other pieces to b: joined, they would form a
         cycle.
         """
-        over = [p for p in self._producing(b) if p is not a]
-        seen: set[frozenset[Op]] = set()
-        while over:
-            piece = over.pop()
-            if piece is a:
-                return True
-            if piece not in seen and piece is not b:
-                seen.add(piece)
-                over += self._producing(piece)
-        return False
+        return a in self._needed(p for p in self._producing(b) if p is not a)
 
     def _producing(self, ops: Iterable[Op]) -> list[frozenset[Op]]:
         """The other pieces that a piece reads from."""
@@ -227,20 +220,16 @@ class Pieces:
 
     def _readers(self, op: Op) -> list[Op]:
         """The operations, copied ones looked through, that read from an operation."""
-        results: list[Op] = []
-        for v in op.outputs:
-            for reader in self.fusion.readers.get(v, ()):
-                results += self._readers(reader) if reader not in self.piece else [reader]
-        return list(dict.fromkeys(results))
+        seen = (s for v in op.outputs for s in self.seen_as[v])
+        readers = (r for s in seen for r in self.fusion.readers.get(s, ()) if r in self.piece)
+        return sorted(set(readers), key=self.place.__getitem__)
 
     def part(self, ops: Iterable[Op]) -> Fusion:
         """These operations and the copied ones that they read, as a Fusion whose inputs are the
         values read from outside. It writes over none.
         """
         own = set(ops)
-        members = set(own)
-        for op in own:
-            self._add_copied(op, members)
+        members = {*own, *made_again(self.copied, [v for op in own for v in op.values])}
         ordered = sorted(members, key=self.place.__getitem__)
         results = {v for op in ordered for v in op.outputs}
         inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in results))
@@ -250,25 +239,14 @@ class Pieces:
         roles = {v: self.fusion.role(v) for v in inputs}
         return Fusion(inputs, tuple(ordered), outputs, roles)
 
-    def _add_copied(self, op: Op, members: set[Op]) -> None:
-        for v in op.values:
-            source = self.fusion.producer(v)
-            if source is not None and _copied(source) and source not in members:
-                members.add(source)
-                self._add_copied(source, members)
-
     def _read_outside(self, v: Value, members: set[Op]) -> bool:
-        return v in self.fusion.outputs or any(
-            self._needed_outside(reader, members) for reader in self.fusion.readers.get(v, ())
+        """Whether a value, or a copied view of it, is an output or read by an operation outside."""
+        seen = self.seen_as[v]
+        return not seen.isdisjoint(self.fusion.outputs) or any(
+            r not in members and not _copied(r)
+            for s in seen
+            for r in self.fusion.readers.get(s, ())
         )
-
-    def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
-        """Whether a reader is outside, or, if it is copied, whether anything that reads it is
-        outside.
-        """
-        if not _copied(reader):
-            return reader not in members
-        return any(self._read_outside(v, members) for v in reader.outputs)
 
 
 def _copied(op: Op) -> bool:
