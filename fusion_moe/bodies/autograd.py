@@ -44,7 +44,7 @@ from ..definitions.operations import (
     restored,
     traced_types,
 )
-from ..definitions.run import NAMESPACE, RUN, RUN_INTO, named_sizes
+from ..definitions.run import RUN, RUN_INTO, named_sizes
 from ..definitions.tensor_lists import Input, PartCounts, flat as in_parts, grouped
 from ..definitions.traced import Sizes
 from ..errors import Error, UnsupportedError
@@ -160,8 +160,7 @@ def derivative_of(backward: str) -> Derivative | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One call with gradients, without its tensors. parts: how many tensors make up each input;
-    wanted: the inputs that get a gradient.
+    """One call with gradients, without its tensors. parts: how many tensors make up each input.
 
     programs: or the error that is raised when a gradient is computed. sizes: the sizes of both
     programs. given: the options that the call names; options: the call's options, or those in force
@@ -170,7 +169,6 @@ class Step:
 
     programs: Programs | Error
     parts: PartCounts | None
-    wanted: tuple[int, ...]
     sizes: Mapping[str, Any]
     options: str = ""
     given: str | None = None
@@ -212,10 +210,10 @@ class Step:
             described = (
                 f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             )
-            return cls(error.at(described), None, wants, {})
+            return cls(error.at(described), None, {})
         tensors = map(fp4_as_bytes, call.tensors.values())
         env = sizes.values() if sizes else programs.derivative.forward.bind(list(tensors))
-        return cls(programs, None, wants, env, options.current().key())
+        return cls(programs, None, env, options.current().key())
 
     @classmethod
     def of_run(
@@ -232,11 +230,10 @@ class Step:
             programs = programs_of(program, wants, inputs[0].device)
         except UnsupportedError as error:
             described = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
-            return cls(error.at(described), parts, wants, {})
+            return cls(error.at(described), parts, {})
         return cls(
             programs,
             parts,
-            wants,
             named_sizes(parse(program), sizes),
             with_ or options.current().key(),
             with_,
@@ -286,7 +283,7 @@ class Step:
             self.sizes,
             self.options,
         )
-        return dict(zip(self.wanted, outputs, strict=True))
+        return dict(zip(self.programs.wanted, outputs, strict=True))
 
 
 _steps = Remembered[Hashable, Step](1024)  # of calls of operations, by their keys
@@ -383,10 +380,13 @@ def refuse_transforms(name: str) -> None:
 
 
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation as called through autograd."""
-    _refuse_tangents(spec.name, args, kwargs)
+    """An operation as called through autograd. The results of one that is not differentiable are
+    constants.
+    """
+    if spec.differentiable:
+        _refuse_tangents(spec.name, args, kwargs)
     operation = _below(spec.name, keyset)
-    if torch.is_grad_enabled() and _any_requires_grad(*args):
+    if spec.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
         refuse_transforms(spec.name)
         call = bind(spec, args, kwargs)
         outputs = Differentiated.apply(
@@ -414,19 +414,6 @@ def _called_run(
         return operation(program, inputs, sizes, *rest)
 
 
-def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
-def _no_derivative(name: str, why: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(
-            why, todo="compute it under torch.no_grad(), or detach its result", where=name
-        )
-
-    return backward
-
-
 def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
     """An operation that writes into its arguments, as called through autograd."""
     _refuse_tangents(name, args, kwargs)
@@ -440,18 +427,7 @@ def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
 
 def _register() -> None:
     for spec in SPECS.values():
-        if spec.differentiable:
-            native.implement(
-                LIBRARY, spec.name, partial(_called, spec), "Autograd", with_keyset=True
-            )
-        else:
-            never = _no_derivative(spec.name, "it has no derivative")
-            torch.library.register_autograd(
-                f"{NAMESPACE}::{spec.name}",
-                never,
-                setup_context=_mark_non_differentiable,
-                lib=LIBRARY,
-            )
+        native.implement(LIBRARY, spec.name, partial(_called, spec), "Autograd", with_keyset=True)
     for name in RUN:
         native.implement(LIBRARY, name, partial(_called_run, name), "Autograd", with_keyset=True)
     for name in RUN_INTO:

@@ -704,14 +704,13 @@ void fusion_moe_begin(_object* options, _object* usual, _object* noted, _object*
 }
 
 // Implements an operation whose fallback is an operation of the same schema, implemented in Python.
-void fusion_moe_implement(const char* name, const char* fallback, int autograd) {
+void fusion_moe_implement(const char* name, const char* fallback) {
     auto& dispatcher = c10::Dispatcher::singleton();
     const OperatorHandle op = dispatcher.findSchemaOrThrow(name, ""),
                          other = dispatcher.findSchemaOrThrow(fallback, "");
     implement<OfBackend>(op, other, {c10::DispatchKey::CPU, c10::DispatchKey::CUDA});
-    if (autograd)
-        implement<OfAutograd>(op, other,
-                              {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
+    implement<OfAutograd>(op, other,
+                          {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
 }
 
 // Whether a plan of the call that Python runs now is wanted.

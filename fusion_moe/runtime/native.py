@@ -32,7 +32,6 @@ from . import build, native_source, precompile
 
 FALLBACKS = "fusion_moe_python"  # the namespace of the Python implementations
 _TORCH = Path(torch.__file__).parent
-_BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
 
 
 # What is implemented ------------------------------------------------------------------------------
@@ -66,7 +65,6 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
         native.fusion_moe_implement(
             f"{namespace}::{name}".encode(),
             f"{FALLBACKS}::{name}".encode(),
-            int(_AUTOGRAD in kernels),
         )
 
 

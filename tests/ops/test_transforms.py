@@ -1,5 +1,5 @@
 """torch.func: `vmap` calls an operation for each element, `functional_call` gives a module other
-weights, and derivatives by its transforms are refused.
+weights, and derivatives by its transforms are refused, but of what is constant.
 """
 
 from __future__ import annotations
@@ -115,6 +115,23 @@ def test_derivatives_are_refused(name, derivative):
     expected = "expected (one by autograd|none: derivatives are of reverse mode|a call for each)"
     with pytest.raises(UnsupportedError, match=expected):
         DERIVATIVES[derivative](modules()[name], batch(ROWS, H)[0])
+
+
+@pytest.mark.parametrize("derivative", ["grad", "vjp", "jvp", "jacrev"])
+def test_what_has_no_derivative_is_constant(derivative):
+    x = batch(ROWS, H)[0]
+    codes, _, decode_scale = OPS.nvfp4_quantize(x)
+    results = {
+        "codes": lambda x: x * OPS.nvfp4_quantize(x)[0].float().mean(),
+        "scales": lambda x: x * OPS.nvfp4_quantize(x)[2],
+    }
+    factors = {"codes": codes.float().mean(), "scales": decode_scale}
+    for name, f in results.items():
+        found = DERIVATIVES[derivative](f, x)
+        want = DERIVATIVES[derivative](lambda x, name=name: x * factors[name], x)
+        if derivative == "vjp":
+            (found,), (want,) = (of(torch.ones_like(x)) for _, of in (found, want))
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
 def test_no_elements():
