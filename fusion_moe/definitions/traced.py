@@ -5,7 +5,9 @@ tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add, mul
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ class Sizes:
         expr = n.node.expr
         if expr.is_Symbol:
             self._seen[self._name(expr)] = n
-        return self._of(expr, n)
+        return self._of(expr)
 
     def shape(self, shape: Sequence[int | torch.SymInt]) -> tuple[AnySize, ...]:
         """A traced shape as sizes of the IR."""
@@ -60,20 +62,13 @@ class Sizes:
             for name, expr in unseen.items()
         }
 
-    def _of(self, expr: Any, n: torch.SymInt) -> AnySize:
+    def _of(self, expr: Any) -> AnySize:
         if expr.is_Integer:
             return int(expr)
-        if expr.is_Symbol:
-            return symbol(self._name(expr))
         if expr.is_Add or expr.is_Mul:
-            terms = [self._of(a, n) for a in expr.args]
-            total: AnySize = terms[0]
-            for term in terms[1:]:
-                total = total + term if expr.is_Add else total * term
-            return total
+            return reduce(add if expr.is_Add else mul, map(self._of, expr.args))
         if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
-            base, power = self._of(expr.base, n), int(expr.exp)
-            return base if power == 1 else base * self._of(expr.base ** (power - 1), n)
+            return reduce(mul, [self._of(expr.base)] * int(expr.exp))
         return symbol(self._name(expr))
 
     def _name(self, expr: Any) -> str:
@@ -103,7 +98,8 @@ def _pairs(a: int | torch.SymInt, b: int | torch.SymInt) -> list[tuple[torch.Sym
     """
     if isinstance(a, int) or isinstance(b, int):
         return []
-    of_a, of_b = (Counter(_factors(n.node.expr)) for n in (a, b))
+    powers = (n.node.expr.as_powers_dict().items() for n in (a, b))
+    of_a, of_b = (Counter({factor: int(exponent) for factor, exponent in of}) for of in powers)
     only = [list((of_a - of_b).elements()), list((of_b - of_a).elements())]
     # a symbol that is equal to it would become a constant
     if any(factor.is_number for factors in only for factor in factors):
@@ -126,16 +122,6 @@ def _factor(expr: Any, shape_env: Any) -> tuple[int, torch.SymInt]:
         if (dim := getattr(source, "idx", None)) is not None
     ]
     return dims[0] if dims else 0, shape_env.create_symintnode(expr, hint=None)
-
-
-def _factors(expr: Any) -> Iterator[Any]:
-    """The factors of a product; the base of a power is repeated."""
-    if expr.is_Mul:
-        yield from (factor for part in expr.args for factor in _factors(part))
-    elif expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
-        yield from [expr.base] * int(expr.exp)
-    else:
-        yield expr
 
 
 def tensor_type(dtype: torch.dtype, shape: Sequence[AnySize]) -> TensorType:

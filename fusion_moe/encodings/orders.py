@@ -54,7 +54,7 @@ class Nibbles:
 
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
         """The inverse of `stored`."""
-        return self.unpacked(t).view(*tiles, *_TILE)
+        return self.unpacked(t).view(*tiles, *TILE)
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Permuted:
         """The inverse of `stored`."""
         x = t.view(self.dtype).view(*tiles, *(self.sizes[d] for d in self.order))
         back = (len(tiles) + self.order.index(d) for d in range(len(self.order)))
-        return x.permute(*range(len(tiles)), *back).reshape(*tiles, *_TILE)
+        return x.permute(*range(len(tiles)), *back).reshape(*tiles, *TILE)
 
 
-_TILE = (8, 4, 4, 2, 2, 2)  # the sizes of r, c, v, j, h, i
+TILE = (8, 4, 4, 2, 2, 2)  # the sizes of r, c, v, j, h, i
 NIBBLES = Nibbles()
 # by the bits of a code; others have no order
 USUAL: dict[int, CodeOrder] = {
     4: NIBBLES,
     8: Permuted(torch.uint8, (8, 4, 2, 2, 2, 2, 2), (2, 0, 1, 3, 5, 6, 4)),
-    16: Permuted(torch.int16, _TILE, (2, 0, 1, 4, 5, 3)),
+    16: Permuted(torch.int16, TILE, (2, 0, 1, 4, 5, 3)),
 }
 
 

@@ -41,8 +41,10 @@ from torch import Tensor
 
 from ..encodings import CodeOrder, Encoding, Part
 from ..encodings.encoded import plain
+from ..encodings.orders import TILE
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
+from .order import Order
 
 ROWS, COLUMNS = 16, 64  # of a tile
 
@@ -94,32 +96,29 @@ class W16x64(Layout):
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
             order = _order(encoding)
-            *lead, n, k = order.unpacked(t).shape
-            x = order.unpacked(t).view(*lead, n // 16, 2, 8, k // 64, 4, 2, 4, 2)  # i r . c h v j
-            # . r c v j h i
-            return order.stored(moved(x, (0, 3, 2, 4, 6, 7, 5, 1))).view(t.dtype).view(t.shape)
+            codes = order.unpacked(t)
+            *lead, n, k = codes.shape
+            tiles = _CODES.forward(codes).view(*lead, n // ROWS, k // COLUMNS, *TILE)
+            return order.stored(tiles).view(t.dtype).view(t.shape)
         if not part.scale.block:
             return t
-        *lead, n, blocks = t.shape
-        each = _blocks_of_tile(part.scale.block)
-        tiles = moved(as_bytes(t).view(*lead, n // 16, 2, 8, blocks // each, each), (0, 3, 2, 4, 1))
-        return part.scale.recoding.forward(tiles).view(t.dtype).view(t.shape)
+        tiles = _of_scales(part.scale.block).forward(as_bytes(t))
+        return part.scale.recoding.forward(tiles).view(t.dtype)
 
     def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
             order = _order(encoding)
-            *lead, n, packed_k = t.shape
-            k = encoding.elements(packed_k)
-            x = moved(order.read(t, (*lead, n // 16, k // 64)), (0, 7, 2, 1, 3, 6, 4, 5))
-            return order.packed(x.view(*lead, n, k)).view(t.dtype).view(t.shape)
+            *lead, n, k = *t.shape[:-1], encoding.elements(t.shape[-1])
+            tiles = order.read(t, (*lead, n // ROWS, k // COLUMNS)).reshape(*lead, n, k)
+            return order.packed(_CODES.inverse(tiles)).view(t.dtype).view(t.shape)
         if not part.scale.block:
             return t
-        *lead, n, blocks = t.shape
-        each = _blocks_of_tile(part.scale.block)
-        linear = moved(
-            as_bytes(t).view(*lead, n // 16, blocks // each, 8, each, 2), (0, 4, 2, 1, 3)
-        )
-        return part.scale.recoding.inverse(linear).view(t.dtype).view(t.shape)
+        linear = _of_scales(part.scale.block).inverse(as_bytes(t))
+        return part.scale.recoding.inverse(linear).view(t.dtype)
+
+
+# of a tile's rows, i r, and columns, c h v j, to r c v j h i
+_CODES = Order(rows=(2, 8), columns=(4, 2, 4, 2), places=(1, 2, 4, 5, 3, 0))
 
 
 def _order(encoding: Encoding) -> CodeOrder:
@@ -128,14 +127,9 @@ def _order(encoding: Encoding) -> CodeOrder:
     return order
 
 
-def _blocks_of_tile(block: int) -> int:
-    return max(1, COLUMNS // block) if block > 0 else 1
-
-
-def moved(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """x with its last dimensions permuted, contiguous."""
-    lead = x.dim() - len(order)
-    return x.permute(*range(lead), *(lead + d for d in order)).contiguous()
+def _of_scales(block: int) -> Order:
+    """The order of scales for so many elements along K."""
+    return Order((2, 8), (max(1, COLUMNS // block) if block > 0 else 1,), (1, 2, 0))
 
 
 W16X64 = W16x64()
