@@ -72,29 +72,6 @@ class Programs:
     forward: str
     backward: str
 
-    @classmethod
-    def of(
-        cls,
-        fusion: Fusion,
-        wanted: Sequence[int],
-        router_gradient: bool,
-        by_columns: bool,
-        names: Sequence[str] = (),
-    ) -> Programs:
-        """The programs that compute the gradients of the inputs `wanted`. by_columns: see
-        `differentiate`; names: what error messages call the inputs.
-        """
-        derivative = differentiate(fusion, wanted, router_gradient, names, by_columns)
-        programs = cls(
-            derivative,
-            tuple(wanted),
-            len(fusion.outputs),
-            one_line(derivative.forward),
-            one_line(derivative.backward),
-        )
-        _derivatives[programs.backward] = derivative
-        return programs
-
     @property
     def saves(self) -> bool:
         """Whether the forward returns more than the Fusion does."""
@@ -109,30 +86,30 @@ class Programs:
         ]
 
 
-@lru_cache(maxsize=256)
-def _of_call(
-    name: str,
-    types: Types,
-    others: tuple[tuple[str, Any], ...],
+@lru_cache(maxsize=512)
+def _programs(
+    program: str,
     wanted: tuple[int, ...],
+    names: tuple[str, ...],
     router_gradient: bool,
     by_columns: bool,
 ) -> Programs:
-    names = [name for name, _ in types]
-    return Programs.of(fusion_of(name, types, others), wanted, router_gradient, by_columns, names)
+    fusion = parse(program)
+    derivative = differentiate(fusion, wanted, router_gradient, names, by_columns)
+    texts = one_line(derivative.forward), one_line(derivative.backward)
+    _derivatives[texts[1]] = derivative
+    return Programs(derivative, wanted, len(fusion.outputs), *texts)
 
 
-@lru_cache(maxsize=256)
-def _of_text(
-    program: str, wanted: tuple[int, ...], router_gradient: bool, by_columns: bool
+def programs_of(
+    program: str, wanted: tuple[int, ...], device: torch.device, names: Sequence[str] = ()
 ) -> Programs:
-    return Programs.of(parse(program), wanted, router_gradient, by_columns)
-
-
-def programs_of(program: str, wanted: tuple[int, ...], device: torch.device) -> Programs:
-    """The programs of the derivative of a program on a device, under the options in force."""
+    """The programs of the derivative of a program on a device, under the options in force. names:
+    what error messages call its inputs.
+    """
     with_ = options.current()
-    return _of_text(program, wanted, with_.router_gradient, _by_columns(with_, device))
+    by_columns = _by_columns(with_, device)
+    return _programs(program, wanted, tuple(names), with_.router_gradient, by_columns)
 
 
 @lru_cache(maxsize=64)
@@ -195,18 +172,11 @@ class Step:
     def _of_types(
         cls, call: Call, wants: tuple[int, ...], types: Types, sizes: Sizes | None = None
     ) -> Step:
+        names, device = list(call.tensors), next(iter(call.tensors.values())).device
         try:
-            with_, device = options.current(), next(iter(call.tensors.values())).device
-            programs = _of_call(
-                call.spec.name,
-                types,
-                call.others,
-                wants,
-                with_.router_gradient,
-                _by_columns(with_, device),
-            )
+            program = one_line(fusion_of(call.spec.name, types, call.others))
+            programs = programs_of(program, wants, device, names)
         except UnsupportedError as error:
-            names = list(call.tensors)
             described = (
                 f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             )

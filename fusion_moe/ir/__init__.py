@@ -18,7 +18,6 @@ from .binding import nbytes, storage, storage_shape
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
 from .flow import dependent, made_again, needed, part
-from .kinds.shape import elements
 from .sizes import AnySize, CeilDiv, Size, ceildiv, exact_div, symbol, value
 from .text import one_line, parse
 from .types import (
@@ -32,6 +31,7 @@ from .types import (
     Rows,
     TensorType,
     dtype_name,
+    elements,
     plain,
 )
 

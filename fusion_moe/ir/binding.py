@@ -5,7 +5,7 @@ attributes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from ..encodings import Quantized
 from ..errors import DtypeError, ShapeError
 from ..layouts import LAYOUTS
-from .sizes import AnySize, Size, exact_div, value
+from .sizes import Size, exact_div, value
 from .types import DTYPES, MOST_ELEMENTS, Rows, TensorType, dim_value, plain
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """The values of a Fusion's symbols for inputs: `Fusion.bind`, without its cache."""
+    """The values of a Fusion's symbols for inputs: `Fusion.bind`."""
     fusion.need_inputs(tensors)
     env: dict[str, int] = dict(sizes or {})
     for v, tensor in zip(fusion.inputs, tensors, strict=True):
@@ -119,10 +119,3 @@ def _resolve(attr: Any, env: Mapping[str, int]) -> Any:
     if isinstance(attr, tuple):
         return tuple(_resolve(a, env) for a in attr)
     return dim_value(attr, env) if isinstance(attr, (Size, Rows)) else attr
-
-
-def with_ceilings(size: AnySize) -> Iterator[AnySize]:
-    """A size, and what is rounded up in it."""
-    yield size
-    if isinstance(size, Size):
-        yield from size.ceilings()

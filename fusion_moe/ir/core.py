@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from operator import mul
+from functools import cached_property
 from types import MappingProxyType, MethodDescriptorType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ..encodings import Encoding, find
 from ..errors import Error, FusionError, ShapeError, did_you_mean
 from ..layouts import check_ends
-from .binding import bind, elements_of, resolve, with_ceilings
+from .binding import bind, elements_of, resolve
 from .signature import Signature, signature
-from .sizes import AnySize, Size, never_negative, value
-from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain, sizes_in
+from .sizes import AnySize, never_negative, value
+from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, elements, sizes_in
 
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 # an input is new at each call, the same at each call, or changed by each call
@@ -383,24 +382,22 @@ class Fusion:
         """
         needs = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
         for v in self.values:
-            for d in v.type.shape:
+            for size in sizes_in(v.type.shape):
                 needs += [
-                    (size, f"{size} in the shape {v.type} is negative")
-                    for size in with_ceilings(plain(d))
+                    (s, f"{s} in the shape {v.type} is negative") for s in (size, *size.ceilings())
                 ]
-                if isinstance(d, Rows):
-                    needs.append(
-                        (
-                            MOST_ROWS - d.total,
-                            f"{d.total} rows are partitioned by "
-                            f"{d.groups}, whose ends have 32 bits",
-                        )
-                    )
-            count = reduce(mul, map(plain, v.type.shape), 1)
-            if isinstance(count, Size):
-                needs.append(
-                    (MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")
+            needs += [
+                (
+                    MOST_ROWS - d.total,
+                    f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits",
                 )
+                for d in v.type.shape
+                if isinstance(d, Rows)
+            ]
+            count = elements(v.type.shape)
+            needs.append(
+                (MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")
+            )
         return tuple(dict.fromkeys(need for need in needs if not never_negative(need[0])))
 
     @cached_property

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .core import Fusion, Op, Value
-from .kinds.shape import elements
 from .sizes import value
-from .types import DTYPES
+from .types import DTYPES, elements
 
 # an element of the result needs one of each input
 _ELEMENTWISE = ("pointwise", "view", "shape", "gather", "per_group")

@@ -9,9 +9,11 @@ f8e4m3[m/g%128, 16]@sf128x4 each run padded to 128 rows, in the swizzled layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -140,6 +142,11 @@ def sizes_in(attr: Any) -> Iterator[Size]:
 def plain(dim: Dim) -> AnySize:
     """A dimension without its partition into groups."""
     return dim.total if isinstance(dim, Rows) else dim
+
+
+def elements(shape: Sequence[Dim]) -> AnySize:
+    """The number of elements of a shape."""
+    return reduce(mul, map(plain, shape), 1)
 
 
 @dataclass(frozen=True)

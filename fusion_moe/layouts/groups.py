@@ -112,13 +112,17 @@ def block_slots(ends: Tensor, rows: int, block: int) -> Tensor:
     >>> block_slots(torch.tensor([3, 3, 8], dtype=torch.int32), 9, 4).tolist()
     [0, 1, 2, 8, 9, 10, 11, 12, 24]
     """
-    first = starts(ends)
-    # of each run
-    moved = (first // block + torch.arange(len(ends), device=ends.device)) * block - first
+    first = starts(ends) // block + torch.arange(len(ends), device=ends.device)
+    return places(ends, rows, first * block, block_count(rows, len(ends), block) * block)
+
+
+def places(ends: Tensor, rows: int, first: Tensor, nowhere: int) -> Tensor:
+    """ends i32 [G], first int [G] -> i64 [rows]: where each row lies if run g begins at first[g];
+    `nowhere` for rows past the last end.
+    """
     group, row = row_groups(ends, rows), torch.arange(rows, device=ends.device)
-    inside = group < len(ends)
-    slots = row + torch.nn.functional.pad(moved, (0, 1)).index_select(0, group)
-    return torch.where(inside, slots, block_count(rows, len(ends), block) * block)
+    moved = torch.nn.functional.pad(first - starts(ends), (0, 1))  # group G: no group
+    return torch.where(group < len(ends), row + moved.index_select(0, group), nowhere)
 
 
 def clamp_ends(ends: Tensor, rows: int) -> Tensor:

@@ -65,21 +65,24 @@ class TensorLayout(Layout):
         are zero.
         """
 
-    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
-        """Block scales in this order, other parts unchanged."""
+    def pack(
+        self, *parts: Tensor, encoding: Encoding, ends: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Block scales in this order, other parts unchanged. ends: as of `forward`."""
         return tuple(
-            self.forward(t) if part.of_blocks else t
+            self.forward(t, ends) if part.of_blocks else t
             for part, t in zip(encoding.parts, parts, strict=False)
         )
 
-    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+    def unpack(
+        self, *parts: Tensor, encoding: Encoding, ends: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         *lead, n, packed_k = parts[0].shape
         k = encoding.elements(packed_k)
-        argument = zip(encoding.parts, parts, strict=False)
         return tuple(
-            self.inverse(t, encoding.part_shape(part, lead, n, k)) if part.of_blocks else t
-            for part, t in argument
+            self.inverse(t, encoding.part_shape(part, lead, n, k), ends) if part.of_blocks else t
+            for part, t in zip(encoding.parts, parts, strict=False)
         )
 
 

@@ -55,14 +55,18 @@ class Tiled(TensorLayout):
             return f"N = {n} is not a multiple of {rows}, or K = {k} not of {columns * PIECE}"
         return ""
 
-    def pack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+    def pack(
+        self, *parts: Tensor, encoding: Encoding, ends: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Elements and block scales in their orders. ShapeError: see `why_not`."""
-        elements, *scales = super().pack(*parts, encoding=encoding)
+        elements, *scales = super().pack(*parts, encoding=encoding, ends=ends)
         return self._pieces(elements, encoding, back=False), *scales
 
-    def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+    def unpack(
+        self, *parts: Tensor, encoding: Encoding, ends: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
-        elements, *scales = super().unpack(*parts, encoding=encoding)
+        elements, *scales = super().unpack(*parts, encoding=encoding, ends=ends)
         return self._pieces(elements, encoding, back=True), *scales
 
     def _pieces(self, t: Tensor, encoding: Encoding, *, back: bool) -> Tensor:
@@ -134,11 +138,7 @@ class Tiled(TensorLayout):
         rows that belong to no group.
         """
         ends = groups.clamp_ends(ends, rows)
-        shift = groups.padded_starts(ends, self.rows) - groups.starts(ends)
-        shift = torch.nn.functional.pad(shift, (0, 1))  # group G: no group
-        group = groups.row_groups(ends, rows)
-        row = torch.arange(rows, device=ends.device)
-        return torch.where(group < ends.shape[0], row + shift.index_select(0, group), nowhere)
+        return groups.places(ends, rows, groups.padded_starts(ends, self.rows), nowhere)
 
 
 def _check_rank(shape: tuple[int, ...], ends: Tensor | None, where: str) -> None:

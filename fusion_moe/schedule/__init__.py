@@ -1,7 +1,7 @@
 """Schedulers, one file for each kind of segment.
 
 can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason;
-describe(fusion) -> a frozen dataclass for `explain`. They look at the kinds of operations and at
+describe(fusion) -> the text of its schedule in reports. They look at the kinds of operations and at
 their dependencies; none of them knows any model's pattern. A backend's `plan` then says whether it
 has such a kernel.
 
@@ -37,7 +37,7 @@ class Scheduler(Protocol):
         """
 
     def describe(self, fusion: Fusion) -> object:
-        """What the kernel does with each operation: a frozen dataclass."""
+        """What the kernel does with each operation, as reports print it."""
 
 
 # asked in this order; kernels of CPUs, of CUDA and of the reference come in these kinds

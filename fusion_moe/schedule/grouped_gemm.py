@@ -14,7 +14,6 @@ operands have a prologue, and the epilogue is elementwise.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass
 from itertools import combinations
 
 from ..ir import Fusion, Op, Rows, Value, dependent, elements, exact_div, needed, plain
@@ -27,15 +26,6 @@ PROLOGUE = ("pointwise", "view", "routing", "gather")
 EPILOGUE = ("pointwise", "view", "per_group", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")
 EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice", "cat")
-
-
-@dataclass(frozen=True)
-class GroupedGemm:
-    """The product, and the operations while loading its rows and before storing its tiles."""
-
-    product: str
-    prologue: tuple[str, ...]
-    epilogue: tuple[str, ...]
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
@@ -80,17 +70,15 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     )
 
 
-def describe(fusion: Fusion) -> GroupedGemm:
-    """The product, its prologue and its epilogue, in order."""
+def describe(fusion: Fusion) -> str:
+    """The product, and the operations while loading its rows and before storing its tiles."""
     product = main_and_added(fusion)[0].op
     after = dependent(fusion.ops, product.outputs)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
     late = {op for op in rest if op.kind.role == "grouped" or _reads(op, after)}
-    return GroupedGemm(
-        product.kind.name,
-        tuple(op.kind.name for op in rest if op not in late),
-        tuple(op.kind.name for op in rest if op in late),
-    )
+    prologue = ", ".join(op.kind.name for op in rest if op not in late)
+    epilogue = ", ".join(op.kind.name for op in rest if op in late)
+    return f"{product.kind.name}; prologue: {prologue or 'none'}; epilogue: {epilogue or 'none'}"
 
 
 def _chained(fusion: Fusion, candidates: Sequence[GroupedProduct]) -> str | None:

@@ -5,7 +5,6 @@ scaled and summed in it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from ..ir import Fusion, Op, Value, dependent
 from ..target import Target
@@ -15,13 +14,7 @@ NAME = "layout"
 CONTRACTS_ROUNDING = True
 ROLES = (*rows.ROLES, "quantize", "layout")
 _AFTER = (*pointwise.ROLES, "quantize", "layout")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The layouts that are written."""
-
-    layouts: tuple[str, ...]
+describe = rows.describe
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
@@ -62,11 +55,4 @@ def _is_chosen_inside(fusion: Fusion, op: Op, target: Target) -> bool:
             r.kind.name == "quantize" and r.values[0] is op.values[0]
             for r in fusion.readers.get(op.outputs[0], ())
         )
-    )
-
-
-def describe(fusion: Fusion) -> Layout:
-    """The segment's name in reports: one pass over the rows."""
-    return Layout(
-        tuple(dict.fromkeys(str(op.attrs["layout"]) for op in fusion.ops if "layout" in op.attrs))
     )

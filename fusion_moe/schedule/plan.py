@@ -19,8 +19,8 @@ class Plan:
 
     backend: the backend's name; kind: the scheduler that accepts the piece, "single" for an
     operation that no scheduler accepts; fusion: the piece as computed, without roundings that may
-    be left out; schedule: the scheduler's view of it; work: what the backend emits from. why: why
-    the reference computes it although the target has kernels.
+    be left out; schedule: how the scheduler describes it; work: what the backend emits from. why:
+    why the reference computes it although the target has kernels.
     """
 
     backend: str

@@ -5,7 +5,6 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from ..ir import Fusion, Value
 from ..target import Target
@@ -15,19 +14,12 @@ CONTRACTS_ROUNDING = True
 ROLES = ("pointwise", "shape", "view")
 
 
-@dataclass(frozen=True)
-class Pointwise:
-    """The operations for one element, in order."""
-
-    ops: tuple[str, ...]
-
-
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if every operation is pointwise or moves elements."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     return f"{other.kind.name} is not pointwise" if other else None
 
 
-def describe(fusion: Fusion) -> Pointwise:
-    """The segment's name in reports: one loop over the elements."""
-    return Pointwise(tuple(op.kind.name for op in fusion.ops if op.kind.role == "pointwise"))
+def describe(fusion: Fusion) -> str:
+    """The operations for one element, in order."""
+    return ", ".join(op.kind.name for op in fusion.ops if op.kind.role == "pointwise")

@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from ..ir import Fusion, Value
 from ..target import Target
@@ -26,13 +25,6 @@ ROLES = (
 SUMS = ("combine", "scatter", "reduce", "grouped_sum")
 
 
-@dataclass(frozen=True)
-class RowOps:
-    """The operations on rows, in order; at most one of them sums."""
-
-    ops: tuple[str, ...]
-
-
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if rows are only gathered, routed and added, with at most one sum."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
@@ -51,12 +43,6 @@ def of_one_sum(fusion: Fusion) -> str | None:
     )
 
 
-def describe(fusion: Fusion) -> RowOps:
-    """The segment's name in reports: one pass over the rows."""
-    return RowOps(
-        tuple(
-            op.kind.name
-            for op in fusion.ops
-            if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES
-        )
-    )
+def describe(fusion: Fusion) -> str:
+    """The operations on rows, in order; at most one of them sums."""
+    return ", ".join(op.kind.name for op in fusion.ops if op.kind.role not in pointwise.ROLES)

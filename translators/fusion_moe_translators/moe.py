@@ -20,10 +20,10 @@ from fusion_moe.ir.kinds.quantized import as_rows, has_matrix_scale
 from fusion_moe.ir.kinds.router import EPSILON
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_rank, need_same
-from fusion_moe.ir.kinds.shape import elements, merged
+from fusion_moe.ir.kinds.shape import merged
 from fusion_moe.ir.sizes import AnySize
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import INTS, Dim, TensorType, accumulated, plain
+from fusion_moe.ir.types import INTS, Dim, TensorType, accumulated, elements, plain
 
 from . import arguments
 from .arguments import shown

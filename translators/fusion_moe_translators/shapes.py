@@ -9,9 +9,8 @@ from fusion_moe.definitions.translate import translator
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.kinds.shape import elements
 from fusion_moe.ir.sizes import exact_div
-from fusion_moe.ir.types import FLOATS, Dim, plain
+from fusion_moe.ir.types import FLOATS, Dim, elements, plain
 
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:

@@ -34,12 +34,11 @@ from ...errors import DtypeError, ShapeError
 from ...layouts import check_ends
 from ...layouts.groups import row_groups
 from ..core import Op, OpKind, Value
-from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
+from ..types import FLOATS, TensorType, accumulated, dtype_name, elements, plain, wide
 from . import eight_bits, int8
 from .quantized import encoded, linear
 from .rules import Types, need, need_computed, need_dtype, need_partition, need_rank, need_same
 from .runs import dequantize_runs, rows_at
-from .shape import elements
 
 _PANEL = 2**21  # how many elements are decoded at once
 

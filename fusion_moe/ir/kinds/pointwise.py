@@ -15,7 +15,7 @@ import torch
 
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
-from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, called_here, plain
+from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, called_here, elements, plain
 from .rules import (
     Types,
     joined_dtype,
@@ -25,7 +25,6 @@ from .rules import (
     need_float,
     need_tensor,
 )
-from .shape import elements
 
 Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
 

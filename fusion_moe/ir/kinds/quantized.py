@@ -24,7 +24,7 @@ from ...encodings import (
     quantize,
 )
 from ...errors import ShapeError, need_one_of
-from ...layouts import LAYOUTS, SF128x4, TensorLayout, as_bytes
+from ...layouts import LAYOUTS, SF128x4, as_bytes
 from ...target import ROWS
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
@@ -422,8 +422,7 @@ def _relayout_type(x: TensorType, *ends: TensorType, layout: str) -> Types:
 def _relayout(x: Quantized, *ends: torch.Tensor, layout: str) -> tuple[Quantized]:
     if not ends:
         return (x.of(LAYOUTS[layout].pack(*x, encoding=x.encoding)),)
-    to = _scale_layout(layout)
-    return (x.of(to.forward(t, ends[0]) if p.of_blocks else t for p, t in x.named()),)
+    return (x.of(_scale_layout(layout).pack(*x, encoding=x.encoding, ends=ends[0])),)
 
 
 def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:
@@ -437,13 +436,7 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
         return stored.unpack(x, encoding=encoding)[0]
     if ends is None:
         return x.of(stored.unpack(*x, encoding=encoding))
-    assert isinstance(stored, TensorLayout)
-    *lead, n, k = x.shape
-    shapes = [encoding.part_shape(p, lead, n, k) for p in encoding.parts]
-    return x.of(
-        stored.inverse(t, s, ends) if p.of_blocks else t
-        for (p, t), s in zip(x.named(), shapes, strict=True)
-    )
+    return x.of(_scale_layout(layout).unpack(*x, encoding=encoding, ends=ends))
 
 
 TABLE = (

@@ -31,6 +31,7 @@ from ..types import (
     TensorType,
     accumulated,
     dtype_name,
+    elements,
     plain,
 )
 from .rules import (
@@ -38,12 +39,12 @@ from .rules import (
     need,
     need_computed,
     need_dtype,
+    need_ends,
     need_float,
     need_packed,
     need_partition,
     need_same,
 )
-from .shape import elements
 
 
 def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
@@ -101,9 +102,7 @@ def _problem_ends(
 
 def _partition_type(x: TensorType, ends: TensorType) -> Types:
     """x [M, ...] -> [M/g, ...]: the rows in the groups that end at `ends`. No data moves."""
-    groups = ends.ends
-    if groups is None:
-        raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
+    groups = need_ends(ends)
     if x.quantized and x.encoding.axis == -2:
         raise DtypeError(
             f"x is {x}",

@@ -5,8 +5,6 @@ nvFuser, which has no logsumexp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
-from operator import mul
 from typing import Any
 
 import torch
@@ -14,13 +12,8 @@ import torch
 from ...errors import DtypeError, ShapeError
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, Dim, TensorType, plain, wide
+from ..types import DTYPES, Dim, TensorType, elements, plain, wide
 from .rules import Types, joined_dtype, need_dtype, need_finite, need_float
-
-
-def elements(shape: Sequence[Dim]) -> AnySize:
-    """The number of elements of a shape."""
-    return reduce(mul, map(plain, shape), 1)
 
 
 def _plain_storage(x: TensorType) -> TensorType:
