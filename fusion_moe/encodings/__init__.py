@@ -40,7 +40,7 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_COLUMNS
 from .nf4 import NF4
 from .nvfp4 import NVFP4
-from .orders import NIBBLES, CodeOrder
+from .orders import NIBBLES, CodeOrder, Order
 from .plain import BF16, F16, F32, PLAIN
 from .real import real_tensors
 from .requantized import REQUANTIZED, requantizable
@@ -76,6 +76,7 @@ __all__ = [
     "Element",
     "EncodedParameter",
     "Encoding",
+    "Order",
     "Part",
     "Quantized",
     "Scale",

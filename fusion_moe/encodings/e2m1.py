@@ -76,10 +76,11 @@ class SignsAndSizes(Nibbles):
     """Codes with a sign and a magnitude, which go to different places."""
 
     def stored(self, x: Tensor) -> Tensor:
-        """E2M1 codes u8 [..., r, c, v, j, h, i] -> the bytes u8 [..., r, c, v, j, 2] in which a
-        tile of the layout `w16x64` stores them: four signs and four sizes of 3 bits in 16 bits.
+        """E2M1 codes u8 [..., K] of a tile, eight of a word in the order j h i -> the bytes u8 [...,
+        K/2] in which the layout `w16x64` stores them: four signs and four sizes of 3 bits in 16
+        bits.
         """
-        code = x.int()
+        code = x.int().unflatten(-1, (-1, 2, 2, 2))
         sign, size = code >> 3, code & 7
         last, rotated = size[..., 1, 1], size[..., 1, 0].flip(-1)
         half = (
@@ -95,18 +96,18 @@ class SignsAndSizes(Nibbles):
             | (last >> 2) << 14
             | (last & 3) << 4
         )
-        return torch.stack([half & 0xFF, half >> 8], -1).to(torch.uint8)
+        return torch.stack([half & 0xFF, half >> 8], -1).to(torch.uint8).flatten(-3)
 
-    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
+    def read(self, t: Tensor) -> Tensor:
         """The inverse of `stored`."""
-        low, high = t.view(*tiles, 8, 4, 4, 2, 2).int().unbind(-1)
+        low, high = t.unflatten(-1, (-1, 2, 2)).int().unbind(-1)
         half = low | high << 8
         code = half.new_empty(*half.shape, 2, 2)
         code[..., 0, 0] = (half >> 15) << 3 | half >> 6 & 7
         code[..., 0, 1] = (half >> 9 & 1) << 3 | half & 7
         code[..., 1, 0] = (half >> 3 & 1) << 3 | half.flip(-1) >> 10 & 7
         code[..., 1, 1] = (half >> 13 & 1) << 3 | (half >> 14 & 1) << 2 | half >> 4 & 3
-        return code.to(torch.uint8)
+        return code.to(torch.uint8).flatten(-4)
 
 
 E2M1 = Element("e2m1", 4, torch.uint8, 6.0, encode, decode, order=SignsAndSizes(), nearest=nearest)

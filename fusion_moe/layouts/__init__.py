@@ -9,10 +9,10 @@ One of your own: `Tiled`, and `register`. `Padding` is applied first to weights 
 tiles.
 """
 
+from ..encodings import Order
 from ..errors import OptionError
 from .groups import bound, ceil_to, check_ends, check_ids, ends_from_sizes
 from .layout import LINEAR, Layout, Linear, TensorLayout, as_bytes
-from .order import Order
 from .padding import Padding
 from .sf128x4 import SF128X4, SF128x4
 from .tiled import Tiled

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .order import Order
+from ..encodings import Order
 from .tiled import Tiled
 
 _ORDER = Order(rows=(4, 32), columns=(4,), places=(1, 0, 2))

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encodings import Encoding
+from ..encodings import Encoding, Order
 from ..errors import DtypeError, ShapeError
 from . import groups
 from .layout import TensorLayout, as_bytes, check_stored
-from .order import Order
 
 PIECE = 16  # elements of a row that stay together
 ROW_MAJOR = Order((), (), ())

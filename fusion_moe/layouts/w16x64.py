@@ -39,12 +39,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..encodings import CodeOrder, Encoding, Part
+from ..encodings import CodeOrder, Encoding, Order, Part
 from ..encodings.encoded import plain
-from ..encodings.orders import TILE
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
-from .order import Order
 
 ROWS, COLUMNS = 16, 64  # of a tile
 
@@ -95,11 +93,8 @@ class W16x64(Layout):
 
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = _order(encoding)
-            codes = order.unpacked(t)
-            *lead, n, k = codes.shape
-            tiles = _CODES.forward(codes).view(*lead, n // ROWS, k // COLUMNS, *TILE)
-            return order.stored(tiles).view(t.dtype).view(t.shape)
+            of = _order(encoding)
+            return of.stored(of.order.forward(of.unpacked(t))).view(t.dtype)
         if not part.scale.block:
             return t
         tiles = _of_scales(part.scale.block).forward(as_bytes(t))
@@ -107,18 +102,12 @@ class W16x64(Layout):
 
     def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = _order(encoding)
-            *lead, n, k = *t.shape[:-1], encoding.elements(t.shape[-1])
-            tiles = order.read(t, (*lead, n // ROWS, k // COLUMNS)).reshape(*lead, n, k)
-            return order.packed(_CODES.inverse(tiles)).view(t.dtype).view(t.shape)
+            of = _order(encoding)
+            return of.packed(of.order.inverse(of.read(t))).view(t.dtype)
         if not part.scale.block:
             return t
         linear = _of_scales(part.scale.block).inverse(as_bytes(t))
         return part.scale.recoding.inverse(linear).view(t.dtype)
-
-
-# of a tile's rows, i r, and columns, c h v j, to r c v j h i
-_CODES = Order(rows=(2, 8), columns=(4, 2, 4, 2), places=(1, 2, 4, 5, 3, 0))
 
 
 def _order(encoding: Encoding) -> CodeOrder:

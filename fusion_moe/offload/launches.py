@@ -148,7 +148,7 @@ def words_of_codes(order: CodeOrder) -> tuple[int, ...]:
     for place in places:
         i, h, j = place // 4, place // 2 % 2, place % 2
         x[place, :, j, h, i] = torch.arange(16)
-    words = order.stored(x).reshape(8, 16, 4).view(torch.int32)
+    words = order.stored(x.flatten(2)).view(torch.int32)
     return tuple(words.flatten().tolist())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_moe import layouts
+from fusion_moe import encodings, layouts
 from fusion_moe.layouts import LAYOUTS, LINEAR, SF128X4, W16X64, groups
 
 EDGES = [0, 1, 7, 15, 17, 127, 128, 129]
@@ -45,7 +45,7 @@ def numbered(rows, cols, dtype=torch.int32):
 
 
 def test_doctest():
-    for module in (layouts.order, layouts.tiled, layouts.sf128x4, layouts.w16x64):
+    for module in (encodings.orders, layouts.tiled, layouts.sf128x4, layouts.w16x64):
         assert doctest.testmod(module).failed == 0
 
 
