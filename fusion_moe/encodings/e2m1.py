@@ -76,9 +76,9 @@ class SignsAndSizes(Nibbles):
     """Codes with a sign and a magnitude, which go to different places."""
 
     def stored(self, x: Tensor) -> Tensor:
-        """E2M1 codes u8 [..., K] of a tile, eight of a word in the order j h i -> the bytes u8 [...,
-        K/2] in which the layout `w16x64` stores them: four signs and four sizes of 3 bits in 16
-        bits.
+        """E2M1 codes u8 [..., K] of a tile, eight of a word in the order j h i -> the bytes
+        u8 [..., K/2] in which the layout `w16x64` stores them: four signs and four sizes of 3 bits
+        in 16 bits.
         """
         code = x.int().unflatten(-1, (-1, 2, 2, 2))
         sign, size = code >> 3, code & 7

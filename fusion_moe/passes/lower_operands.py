@@ -8,7 +8,7 @@ or parts, so that each row is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,25 +19,14 @@ from ..ir.kinds.runs import in_runs
 from ..target import Target
 from .rewrite import rewrite
 
-ByWayOf = Callable[[FusionDefinition, Value], Value]
-
 
 def lower_operands(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `dequantize` before each product by a recipe, since products count such
     operands as these values anyway; and a `pack` of parts before each product of other rows, and
     of those that the target multiplies as codes.
     """
-    by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
-    return (
-        rewrite(fusion, partial(_rule, by_way_of, target))
-        if any(map(_reads_quantized, fusion.ops))
-        else fusion
-    )
-
-
-def _itself(fd: FusionDefinition, v: Value) -> Value:
-    """The value itself: if quantized values never leave their kernel, neither must their parts."""
-    return v
+    some = any(map(_reads_quantized, fusion.ops))
+    return rewrite(fusion, partial(_rule, target)) if some else fusion
 
 
 def _reads_quantized(op: Op) -> bool:
@@ -61,16 +50,8 @@ def _by_columns(op: Op, target: Target) -> bool:
     return all(t.dtype in encodings and eight_bits.by_codes(t.shape[1]) for t in operands)
 
 
-def _is_turned(fd: FusionDefinition, v: Value) -> bool:
-    producer = fd.producer(v)
-    return (
-        producer is not None
-        and fd.producer(producer.values[0], "untranspose_row_blocks") is not None
-    )
-
-
 def _rule(
-    by_way_of: ByWayOf, target: Target, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
+    target: Target, fd: FusionDefinition, op: Op, inputs: Sequence[Any]
 ) -> Sequence[Value] | None:
     if not _reads_quantized(op):
         return None
@@ -79,24 +60,18 @@ def _rule(
         # from one read of picked rows, beside their copy for wgrad
         a, w = (eight_bits.in_parts(fd, v) for v in inputs[:2])
         if op.kind.name == "grouped_mm_t":
-            producer = fd.producer(w)
-            assert producer is not None
-            w = fd.ops.pack(
-                *fd.ops.transpose_blocks(*producer.values), encoding=w.type.dtype, layout="linear"
-            )
+            w = eight_bits.turned(fd, w)
         return [fd.ops.grouped_mm(a, w, inputs[2])]
     if _by_columns(op, target):
         a, b, ends = inputs
-        left, right = (
-            v if _is_turned(fd, v) else eight_bits.by_columns(fd, v, ends) for v in (a, b)
-        )
+        left, right = (eight_bits.by_columns(fd, v, ends) for v in (a, b))
         return None if [left, right] == [a, b] else [fd.ops.grouped_outer(left, right, ends)]
     if not eight_bits.is_trained(op):
         lowered = [_in_memory(fd, v) for v in inputs]
         return None if lowered == list(inputs) else fd.append(op.kind, lowered, attrs)
     family = eight_bits.family_of(inputs[0].type)
     assert family is not None
-    numbers = partial(_numbers, by_way_of, family.numbers, fd, ends=inputs[2])
+    numbers = partial(_numbers, target, family.numbers, fd, ends=inputs[2])
     return fd.append(op.kind, [*map(numbers, inputs[:2]), inputs[2]], attrs)
 
 
@@ -111,12 +86,14 @@ def _in_memory(fd: FusionDefinition, v: Value) -> Value:
     return fd.ops.pack(*parts, encoding=v.type.dtype, layout="linear")
 
 
-def _numbers(by_way_of: ByWayOf, dtype: str, fd: FusionDefinition, v: Value, ends: Value) -> Value:
+def _numbers(target: Target, dtype: str, fd: FusionDefinition, v: Value, ends: Value) -> Value:
     if (picked := _picked(fd, v)) is not None:
         rows, gather = picked
-        return _gathered(fd, _numbers(by_way_of, dtype, fd, rows, ends), gather)
+        return _gathered(fd, _numbers(target, dtype, fd, rows, ends), gather)
     of_runs = [ends] if in_runs(v.type.encoding, v.type.shape) else []
-    return fd.ops.dequantize(by_way_of(fd, v), *of_runs, dtype=dtype)
+    # if quantized values never leave their kernel, neither must their parts
+    read = v if "quantize" in target.unshared_roles else eight_bits.in_parts(fd, v)
+    return fd.ops.dequantize(read, *of_runs, dtype=dtype)
 
 
 def _gathered(fd: FusionDefinition, rows: Value, gather: Op) -> Value:

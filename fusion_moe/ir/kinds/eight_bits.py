@@ -180,7 +180,7 @@ def _turns(family: Family, weight: TensorType) -> bool:
     return along == before and by_codes(*weight.shape[1:])
 
 
-def _turned(fd: Any, w: Value) -> Value:
+def turned(fd: Any, w: Value) -> Value:
     """The copy of the transposed matrices."""
     held = fd.producer(w, "straight_through")
     if held is not None and len(held.values) > 2:
@@ -199,7 +199,7 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     back = fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t
     other = family.along(-1 if transposed else -2, True)
     if not transposed and _turns(family, w.type):
-        w, back = _turned(fd, w), fd.ops.grouped_mm
+        w, back = turned(fd, w), fd.ops.grouped_mm
     else:
         w = in_parts(fd, w) if w.type.encoding == other else fd.ops.quantize(weight, other.name)
     dx = back(fd.ops.quantize(dy, family.rows.name), w, ends, wgrad=family.wgrad)
@@ -223,9 +223,11 @@ def _are_turned(*copies: Value) -> bool:
 def by_columns(fd: Any, copied: Value, ends: Value) -> Value:
     """The same copy, [M, K] in 8 bits, but its codes go through memory by columns, [blocks, K,
     128], as gradients of weights read them: so the forward can save one copy for both uses. ends:
-    of the groups of its rows.
+    of the groups of its rows. A copy whose codes do so already is returned as it is.
     """
     codes, scales = fd.producer(in_parts(fd, copied)).values
+    if fd.producer(codes, "untranspose_row_blocks"):
+        return copied
     back = fd.ops.untranspose_row_blocks(
         fd.ops.transpose_row_blocks(codes, ends), ends, rows=copied.type.shape[0]
     )
