@@ -44,7 +44,7 @@ class Pieces:
             if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
                 self._join_required(op)
         edges = [(source, op) for op in self.ops for source in self._sources(op)]
-        beside = [
+        beside = [  # copies of one value, which is read once
             (a, b)
             for a, b in combinations(self.ops, 2)
             if a.kind.role == b.kind.role == "quantize" and a.values[0] is b.values[0]
@@ -54,13 +54,8 @@ class Pieces:
             joined = True
             while joined:
                 joined = False
-                for source, op in some:
-                    joined = self._join(self.piece[source], self.piece[op]) or joined
-                for a, b in beside:  # copies of one value, which is read once
-                    joined = (
-                        not self._creates_cycle(self.piece[b], self.piece[a])
-                        and self._join(self.piece[a], self.piece[b])
-                    ) or joined
+                for a, b in (*some, *beside):
+                    joined = self._join(self.piece[a] | self.piece[b]) or joined
         for op in reversed(self.ops):
             self._widen_later(op)
 
@@ -126,17 +121,19 @@ class Pieces:
         direct = [source for source in self._producing(ops) if not self._creates_cycle(source, ops)]
         return "; ".join(dict.fromkeys(self._refusal(source | ops) for source in direct))
 
-    def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        both = a | b
-        if (
-            a is b
-            or self._kept_apart(both)
-            or self._creates_cycle(a, b)
-            or not self._accepted(both)
-        ):
-            return False
-        self.piece.update(dict.fromkeys(both, both))
-        return True
+    def _join(self, whole: frozenset[Op]) -> bool:
+        """Joins operations if a scheduler accepts the piece; returns whether it is new."""
+        before = {op: self.piece[op] for op in whole}
+        self.piece.update(dict.fromkeys(whole, whole))
+        fits = (
+            whole not in before.values()
+            and not self._kept_apart(whole)
+            and not self._creates_cycle(whole, whole)
+            and self._accepted(whole)
+        )
+        if not fits:
+            self.piece.update(before)
+        return fits
 
     def _join_required(self, op: Op) -> None:
         """Joins an operation whose result must stay in its kernel with all that read it, if a
@@ -154,7 +151,7 @@ class Pieces:
                 )
                 if o not in joined
             ]
-        self._join_all(frozenset(joined))
+        self._join(frozenset(joined))
 
     def _join_sums(self, op: Op) -> None:
         """Joins an operation that sends sums with what makes them."""
@@ -162,20 +159,9 @@ class Pieces:
         while source and (source.kind.view or source.kind.role in ("pointwise", "combine")):
             chain += [] if source.kind.view else [source]
             if source.kind.role == "combine":
-                return self._join_all(frozenset(chain))
+                self._join(frozenset(chain))
+                return
             source = self.fusion.producer(source.values[0])
-        return None
-
-    def _join_all(self, whole: frozenset[Op]) -> None:
-        """Joins operations if a scheduler accepts the piece."""
-        before = {o: self.piece[o] for o in whole}
-        self.piece.update(dict.fromkeys(whole, whole))
-        if (
-            self._kept_apart(whole)
-            or self._creates_cycle(whole, whole)
-            or not self._accepted(whole)
-        ):
-            self.piece.update(before)
 
     def _accepted(self, ops: frozenset[Op]) -> bool:
         return schedule.find(self.part(ops), self.target, self.fusion.outputs) is not None
