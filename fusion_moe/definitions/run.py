@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError
+from ..errors import ShapeError
 from ..ir import Fusion, parse, storage, value
+from ..ir.binding import check_stored
 from .digest import tagging
 from .tensor_lists import PartCounts, grouped
 
@@ -121,17 +122,7 @@ def all_inputs(
 def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
     """ShapeError or DtypeError unless each output fits the tensor into which it is written."""
     for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
-        shape, dtype = storage(v.type, env)
-        if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
-            raise ShapeError(
-                f"output {i} into a tensor of shape {list(t.shape)}",
-                expected=f"{list(shape)} for {v.type}",
-                where="run_into",
-            )
-        if t.dtype != dtype:
-            raise DtypeError(
-                f"output {i} into {t.dtype}", expected=f"{dtype} for {v.type}", where="run_into"
-            )
+        check_stored(f"the tensor of output {i}", v.type, t, env, "run_into")
 
 
 def _fake(

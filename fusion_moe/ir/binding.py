@@ -4,10 +4,9 @@ attributes.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,39 +14,7 @@ from ..encodings import Quantized
 from ..errors import DtypeError, ShapeError
 from ..layouts import LAYOUTS
 from .sizes import Size, exact_div, value
-from .types import DTYPES, MOST_ELEMENTS, Rows, TensorType, dim_value, plain
-
-if TYPE_CHECKING:
-    from .core import Fusion, Value
-
-
-def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """The values of a Fusion's symbols for inputs: `Fusion.bind`."""
-    fusion.need_inputs(tensors)
-    env: dict[str, int] = dict(sizes or {})
-    for v, tensor in zip(fusion.inputs, tensors, strict=True):
-        _solve(v.type, elements_of(tensor), env)
-    if missing := [s for s in fusion.symbols if s not in env]:
-        raise ShapeError(
-            f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion"
-        )
-    if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
-        raise ShapeError(
-            ", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion"
-        )
-    for v, tensor in zip(fusion.inputs, tensors, strict=True):
-        _check(v, elements_of(tensor), env)
-    for size, why in fusion.needs:
-        if value(size, env) < 0:
-            bound = ", ".join(
-                f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why)
-            )
-            raise ShapeError(
-                f"{why}: {bound}" if bound else why,
-                expected="sizes that the program was written for",
-                where="fusion",
-            )
-    return env
+from .types import DTYPES, Rows, TensorType, dim_value, plain
 
 
 def elements_of(tensor: Any) -> torch.Tensor:
@@ -55,31 +22,32 @@ def elements_of(tensor: Any) -> torch.Tensor:
     return tensor.elements if isinstance(tensor, Quantized) else tensor
 
 
-def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
+def solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
     """Computes symbols from dimensions that are a multiple of one symbol."""
     for dim, n in zip(type.shape, tensor.shape, strict=False):
-        if not isinstance(dim, Size) and not (isinstance(dim, Rows) and dim.align == 1):
-            continue
-        size = plain(dim)
-        if isinstance(size, Size) and len(size.terms) == 1:
+        size, padded = plain(dim), isinstance(dim, Rows) and dim.align > 1
+        if isinstance(size, Size) and len(size.terms) == 1 and not padded:
             ((atoms, coefficient),) = size.terms
             solved = exact_div(n, coefficient)
             if len(atoms) == 1 and isinstance(atoms[0], str) and isinstance(solved, int):
                 env.setdefault(atoms[0], solved)
 
 
-def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
-    want, dtype = storage(v.type, env)
+def check_stored(
+    name: str, type: TensorType, tensor: torch.Tensor, env: Mapping[str, Any], where: str
+) -> None:
+    """ShapeError or DtypeError unless a tensor, called `name`, is one that holds a value of this
+    type.
+    """
+    want, dtype = storage(type, env)
     if tuple(tensor.shape) != want:
         raise ShapeError(
-            f"{v.name} has shape {list(tensor.shape)}",
-            expected=f"{list(want)} for {v.type}",
-            where="fusion",
+            f"{name} has shape {list(tensor.shape)}",
+            expected=f"{list(want)} for {type}",
+            where=where,
         )
     if tensor.dtype != dtype:
-        raise DtypeError(
-            f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion"
-        )
+        raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{dtype} for {type}", where=where)
 
 
 def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:

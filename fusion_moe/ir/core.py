@@ -8,6 +8,7 @@ tested against it.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..encodings import Encoding, find
 from ..errors import Error, FusionError, ShapeError, did_you_mean
 from ..layouts import check_ends
-from .binding import bind, elements_of, resolve
+from .binding import check_stored, elements_of, resolve, solve
 from .signature import Signature, signature
 from .sizes import AnySize, never_negative, value
 from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, elements, sizes_in
@@ -459,7 +460,33 @@ class Fusion:
         """The values of the symbols, from the shapes of the inputs; raises, before anything is
         read, if these do not fit the types.
         """
-        return bind(self, tensors, sizes)
+        self.need_inputs(tensors)
+        env: dict[str, int] = dict(sizes or {})
+        for v, tensor in zip(self.inputs, tensors, strict=True):
+            solve(v.type, elements_of(tensor), env)
+        if missing := [s for s in self.symbols if s not in env]:
+            raise ShapeError(
+                f"no input has the size {', '.join(missing)}",
+                todo="pass it in sizes",
+                where="fusion",
+            )
+        if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
+            raise ShapeError(
+                ", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion"
+            )
+        for v, tensor in zip(self.inputs, tensors, strict=True):
+            check_stored(v.name, v.type, elements_of(tensor), env, "fusion")
+        for size, why in self.needs:
+            if value(size, env) < 0:
+                bound = ", ".join(
+                    f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why)
+                )
+                raise ShapeError(
+                    f"{why}: {bound}" if bound else why,
+                    expected="sizes that the program was written for",
+                    where="fusion",
+                )
+        return env
 
     def evaluate(
         self,

@@ -105,12 +105,6 @@ def _slice_needs(
         yield from ((size, why) for size in (a, b - a, d - b))
 
 
-def _slice(
-    x: torch.Tensor, start_indices: tuple[int, ...], end_indices: tuple[int, ...]
-) -> torch.Tensor:
-    return x[tuple(slice(a, b) for a, b in zip(start_indices, end_indices, strict=True))]
-
-
 def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x = op.values[0]
     ends = [plain(d) - plain(b) for d, b in zip(x.type.shape, op.attrs["end_indices"], strict=True)]
@@ -195,11 +189,6 @@ def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
     )
 
 
-def _sum(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Sums in float32 (float64 for float64), rounded once."""
-    return wide(x).sum(dims, keepdim=keepdim).to(x.dtype)
-
-
 def _logsumexp_type(x: TensorType) -> Types:
     """log(sum(exp(x))) over the last dimension, which stays with size 1: computed in float32
     (float64 for float64), rounded once to the dtype of x.
@@ -208,10 +197,6 @@ def _logsumexp_type(x: TensorType) -> Types:
     if not x.shape:
         raise ShapeError(f"x is {x}", expected="a dimension or more")
     return (TensorType((*x.shape[:-1], 1), x.dtype),)
-
-
-def _logsumexp(x: torch.Tensor) -> torch.Tensor:
-    return wide(x).logsumexp(-1, keepdim=True).to(x.dtype)
 
 
 def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -254,7 +239,7 @@ TABLE = (
     OpKind(
         "slice",
         _slice_type,
-        lambda x, **a: (_slice(x, **a),),
+        lambda x, start_indices, end_indices: (x[tuple(map(slice, start_indices, end_indices))],),
         _slice_grad,
         _slice_needs,
         role="shape",
@@ -270,7 +255,7 @@ TABLE = (
     OpKind(
         "sum",
         _sum_type,
-        lambda x, **a: (_sum(x, **a),),
+        lambda x, dims, keepdim: (wide(x).sum(dims, keepdim=keepdim).to(x.dtype),),
         _sum_grad,
         flops=lambda op: elements(op.values[0].type.shape),
         role="reduce",
@@ -278,7 +263,7 @@ TABLE = (
     OpKind(
         "logsumexp",
         _logsumexp_type,
-        lambda x: (_logsumexp(x),),
+        lambda x: (wide(x).logsumexp(-1, keepdim=True).to(x.dtype),),
         lambda fd, op, dy: [fd.ops.exp(op.values[0] - op.outputs[0]) * dy],
         flops=lambda op: elements(op.values[0].type.shape),
         role="reduce",
