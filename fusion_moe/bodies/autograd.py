@@ -172,18 +172,12 @@ class Step:
     def _of_types(
         cls, call: Call, wants: tuple[int, ...], types: Types, sizes: Sizes | None = None
     ) -> Step:
-        names, device = list(call.tensors), next(iter(call.tensors.values())).device
-        try:
-            program = one_line(fusion_of(call.spec.name, types, call.others))
-            programs = programs_of(program, wants, device, names)
-        except UnsupportedError as error:
-            described = (
-                f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
-            )
-            return cls(error.at(described), None, {})
-        tensors = map(fp4_as_bytes, call.tensors.values())
-        env = sizes.values() if sizes else programs.derivative.forward.bind(list(tensors))
-        return cls(programs, None, env, options.current().key())
+        tensors = list(map(fp4_as_bytes, call.tensors.values()))
+        program = one_line(fusion_of(call.spec.name, types, call.others))
+        env = sizes.values() if sizes else parse(program).bind(tensors)
+        return cls._of(
+            call.spec.name, program, wants, tensors[0].device, env, names=list(call.tensors)
+        )
 
     @classmethod
     def of_run(
@@ -195,19 +189,27 @@ class Step:
         parts: PartCounts | None = None,
     ) -> Step:
         """The step of a call of `run`."""
-        wants = wanted(grouped(inputs, parts))
+        wants, env = wanted(grouped(inputs, parts)), named_sizes(parse(program), sizes)
+        return cls._of("run", program, wants, inputs[0].device, env, with_, parts)
+
+    @classmethod
+    def _of(
+        cls,
+        where: str,
+        program: str,
+        wants: tuple[int, ...],
+        device: torch.device,
+        sizes: Mapping[str, Any],
+        with_: str | None = None,
+        parts: PartCounts | None = None,
+        names: Sequence[str] = (),
+    ) -> Step:
         try:
-            programs = programs_of(program, wants, inputs[0].device)
+            programs = programs_of(program, wants, device, names)
         except UnsupportedError as error:
-            described = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
-            return cls(error.at(described), parts, {})
-        return cls(
-            programs,
-            parts,
-            named_sizes(parse(program), sizes),
-            with_ or options.current().key(),
-            with_,
-        )
+            of = ", ".join(names[i] if names else f"input {i}" for i in wants)
+            return cls(error.at(f"{where}, derivative with respect to {of}"), parts, {})
+        return cls(programs, parts, sizes, with_ or options.current().key(), with_)
 
     def forward(
         self, operation: Callable[[], Any], tensors: Sequence[Tensor]
