@@ -86,7 +86,7 @@ def sizes(request) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def kernels(sizes, tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("kernels")
-    copy(folder, KERNELS / "codes.cuh", KERNELS / "block_copies.cuh")
+    copy(folder, *(KERNELS / f"{name}.cuh" for name in ("codes", "team", "block_copies")))
     constants = "constexpr i32 K = {}, N = {};".format(*sizes)
     return library(folder, f'#include "block_copies.cuh"\n{constants}\n{CALLS}')
 

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "codes.cuh"
-#include "pipeline.cuh"
+#include "team.cuh"
 
 namespace {
 
@@ -297,6 +297,7 @@ struct Lanes {
     static constexpr i32 K = K_, BLOCK = BLOCK_, ACROSS = (K + 127) / 128;
     static constexpr i32 WARPS = BLOCK / 16, THREADS = 32 * WARPS;  // of a tile
     static constexpr i32 AT_ONCE = 256 / THREADS;                   // tiles of a block of threads
+    using Team = ::Team<AT_ONCE, THREADS>;                          // the threads of a tile
 
     // A lane's first column, and whether there is one; its rows: s below 8.
     __device__ __forceinline__ static i32 column(i32 across) {
@@ -305,26 +306,14 @@ struct Lanes {
     __device__ __forceinline__ static bool there(i32 across) {
         return K % 128 == 0 || column(across) < K;
     }
-    __device__ __forceinline__ static i32 row(int s) { return thread() / 16 * 8 + s; }
-
-    // A thread's number among those of its tile, and the number of that tile.
-    __device__ __forceinline__ static u32 thread() {
-        return AT_ONCE == 1 ? threadIdx.x : threadIdx.x % THREADS;
-    }
-    __device__ __forceinline__ static u32 own() { return AT_ONCE == 1 ? 0 : threadIdx.x / THREADS; }
-    __device__ __forceinline__ static void sync() {
-        if constexpr (AT_ONCE == 1)
-            __syncthreads();
-        else
-            named_barrier_sync(1 + own(), THREADS);
-    }
+    __device__ __forceinline__ static i32 row(int s) { return Team::thread() / 16 * 8 + s; }
 
     // Calls body(tile, its number, tiles before it in its rows, tiles before the end of its run) on
     // all threads of a tile, for the first COUNT tiles of rows.
     template <i32 COUNT = ACROSS, class Tiles, class Body>
     __device__ __forceinline__ static void for_all_runs(const Tiles& tiles, Body body) {
         constexpr i32 RUNS = (COUNT + 3) / 4, RUN = (COUNT + RUNS - 1) / RUNS;
-        u32 mine = own();
+        u32 mine = Team::number();
         // the compiler sees that all of a warp have one
         if constexpr (AT_ONCE > 1) mine = __shfl_sync(WHOLE_WARP, mine, 0);
         for (i64 i = AT_ONCE * blockIdx.x + mine; i < tiles.tiles() * RUNS;
@@ -392,19 +381,20 @@ struct Lanes {
                         *reinterpret_cast<Vector<u32, 4>*>(&shared.most[warp][8 * lane + v]) = four;
                     }
                 }
-                sync();  // whose next one is before anything here is written again
+                Team::sync();  // whose next one is before anything here is written again
                 for_all_columns([&](u32 c) {
                     u32 of_column = 0;
 #pragma unroll
                     for (int w = 0; w < WARPS; ++w)
-                        of_column = max(of_column, shared.most[WARPS * own() + w][c]);
+                        of_column = max(of_column, shared.most[WARPS * Team::number() + w][c]);
                     const auto by = store(copy, in_group ? of_column : 0, c, number, across, good);
-                    shared.over[own()][c] = by.over, shared.scale[own()][c] = by.scale;
+                    shared.over[Team::number()][c] = by.over,
+                    shared.scale[Team::number()][c] = by.scale;
                 });
-                sync();
-                over = load_eight(shared.over[own()] + lane % 16 * 8);
+                Team::sync();
+                over = load_eight(shared.over[Team::number()] + lane % 16 * 8);
                 if constexpr (!TURNED<Copy>)
-                    scale = load_eight(shared.scale[own()] + lane % 16 * 8);
+                    scale = load_eight(shared.scale[Team::number()] + lane % 16 * 8);
             }
         }
 
@@ -419,7 +409,7 @@ struct Lanes {
         __device__ __forceinline__ static void for_all_columns(Body body) {
 #pragma unroll
             for (i32 i = 0; i < EACH; ++i)
-                if (EACH > 1 || thread() < 128) body(thread() + THREADS * i);
+                if (EACH > 1 || Team::thread() < 128) body(Team::thread() + THREADS * i);
         }
 
         __device__ __forceinline__ static typename Copy::Scale store(const Copy& copy, u32 most,

@@ -2,18 +2,13 @@
 // whose warps cannot exchange registers: nobody only copies.
 #pragma once
 
-#include "pipeline.cuh"
+#include "team.cuh"
 
 namespace {
 
-// The threads of a ring if they are all of a block.
-struct WholeBlock {
-    static __device__ __forceinline__ void sync() { __syncthreads(); }
-};
-
 // READ: how many stages are read between two calls of `next`: 2 if a team goes on with one after
 // the call that makes the next one complete. The copies of the others are in flight.
-template <int STAGES, int READ = 1, class Team = WholeBlock>
+template <int STAGES, int READ = 1, class Team = ::Team<>>
 class CopyRing {
     static constexpr int AHEAD = STAGES - READ;
     static_assert(AHEAD >= 1, "copies of a stage at least are in flight");

@@ -51,21 +51,7 @@ struct LargeMma : LargeMTile<Segment, TILE_M, CONSUMERS, REPEATS, 1, 128 * CONSU
     using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M,
                                           Segment::GROUPS_READ_PER_TWO_TILES, 1, 1, HEIGHTS, false>;
     using WorkTiles = typename TileScheduler::WorkTiles;
-    // The threads that compute a work tile.
-    struct Team {
-        static __device__ __forceinline__ u32 number() {
-            return TEAMS == 1 ? 0 : threadIdx.x / TEAM_THREADS;
-        }
-        static __device__ __forceinline__ u32 thread() {
-            return TEAMS == 1 ? threadIdx.x : threadIdx.x % TEAM_THREADS;
-        }
-        static __device__ __forceinline__ void sync() {
-            if constexpr (TEAMS == 1)
-                __syncthreads();
-            else
-                named_barrier_sync(1 + number(), TEAM_THREADS);
-        }
-    };
+    using Team = ::Team<TEAMS, TEAM_THREADS>;  // the threads that compute a work tile
     struct Turns {
         i32 taken, of_team[TEAMS];
     };
