@@ -64,66 +64,68 @@ __device__ __forceinline__ constexpr i32 scales_of_lane(i32 lane) {
     return BYTES * (BLOCK == 16 ? 2 * lane : lane / 4 * (128 / BLOCK) + lane % 4 * 16 / BLOCK * 2);
 }
 
-// If activations are in fragment order, tiles lie in shared memory as in global memory.
-template <class Format, bool FRAGMENT_ORDER>
-struct FourBitShared {
-    using Packed = TiledCodes;
-    u32 codes, scales;  // the offsets of a lane's codes and scales among those of all tiles
-
-    __device__ __forceinline__ FourBitShared(u32 first_code, u32 first_scale, i32 lane)
-        : codes(first_code + swizzled_lane(lane, 0)),
-          scales(first_scale + scales_of_lane<Format>(lane)) {
-        asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
+// A tile in shared memory, of which lane 4 r + c needs the codes of columns from 16 c on of rows r
+// and r + 8; or, BY_STEP, of each of four blocks of 16 columns those of word c: a matrix of 8 rows
+// of 16 bytes, which ldmatrix loads. No two of four rows share a bank.
+template <bool BY_STEP>
+struct SharedNibbles {
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane) {
+        return 16 * (BY_STEP ? lane ^ lane / 8 % 2 * 2 : lane);
+    }
+    // Where a lane reads.
+    static __device__ __forceinline__ i32 place(i32 lane) {
+        return swizzled_lane(BY_STEP ? lane % 8 * 4 + lane / 8 : lane);
     }
 
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return 16 * lane; }
-
-    __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
-        return {*reinterpret_cast<const uint4*>(all_codes + codes),
-                read_shared<2 * sizeof(typename Format::Scale)>(all_scales + scales)};
-    }
-
-    static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const auto scales = scales_of_rows<Format>(Format::ready(packed.scales, 0));
-        weights_of_rows<Format>(word_of(packed.codes, v), scales, 0, a);
-        weights_of_rows<Format>(word_of(packed.codes, v), scales, 1, a + 2);
+    static __device__ __forceinline__ void read(u32 (&words)[4], const u8* at) {
+        if constexpr (!BY_STEP) {
+            const uint4 all = *reinterpret_cast<const uint4*>(at);
+            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+        } else {
+            load_matrices(words, shared_address(at));
+        }
     }
 };
 
-// If activations are row-major, step v multiplies by block v of 16 columns, of which lane 4 r + c
-// needs word c of row r, and the scales. The codes of a block are a matrix of 8 rows of 16 bytes,
-// which ldmatrix loads; no two of four rows share a bank.
-template <class Format>
-struct FourBitShared<Format, false> {
+// If activations are in fragment order, a lane needs codes of one block of scales; else step v
+// multiplies by block v of 16 columns, and a lane has the scales of all.
+template <class Format, bool FRAGMENT_ORDER>
+struct FourBitShared {
+    using Codes = SharedNibbles<!FRAGMENT_ORDER>;
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale),
-                         BYTES = 128 / BLOCK * EACH;  // of rows r and r + 8
-    static_assert(BYTES % 4 == 0, "a tile's block scales of rows r and r + 8 fill whole words");
+                         BYTES = FRAGMENT_ORDER ? 2 * EACH : 128 / BLOCK * EACH,
+                         WORDS = (BYTES + 3) / 4;  // of scales of rows r and r + 8
+    static_assert(FRAGMENT_ORDER || BYTES % 4 == 0,
+                  "a tile's block scales of rows r and r + 8 fill whole words");
 
     struct Packed {
         u32 codes[4];
-        Vector<u32, BYTES / 4> scales;  // of each block, of row r, then of row r + 8
+        Vector<u32, WORDS> scales;  // of each block, of row r, then of row r + 8
     };
-    u32 codes, scales;
+    u32 codes, scales;  // the offsets of a lane's codes and scales among those of all tiles
 
     __device__ __forceinline__ FourBitShared(u32 first_code, u32 first_scale, i32 lane)
-        : codes(first_code + swizzled_lane(lane % 8 * 4 + lane / 8, 0)),
-          scales(first_scale + lane / 4 * BYTES) {
-        asm volatile("" : "+r"(codes), "+r"(scales));
+        : codes(first_code + Codes::place(lane)),
+          scales(first_scale + (FRAGMENT_ORDER ? scales_of_lane<Format>(lane) : lane / 4 * BYTES)) {
+        asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
     }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
-        return 16 * (lane ^ lane / 8 % 2 * 2);
+        return Codes::swizzled_lane(lane);
     }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed;
-        load_matrices(packed.codes, shared_address(all_codes + codes));
-        packed.scales = load_vector<BYTES / 4>(reinterpret_cast<const u32*>(all_scales + scales));
+        Codes::read(packed.codes, all_codes + codes);
+        if constexpr (BYTES % 4 == 0)
+            packed.scales = load_vector<WORDS>(reinterpret_cast<const u32*>(all_scales + scales));
+        else
+            packed.scales = {read_shared<BYTES>(all_scales + scales)};
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const int byte = 16 * v / BLOCK * 2 * EACH;
+        const int byte = FRAGMENT_ORDER ? 0 : 16 * v / BLOCK * 2 * EACH;
         const auto scales =
             scales_of_rows<Format>(Format::ready(packed.scales.at[byte / 4], byte % 4));
         weights_of_rows<Format>(packed.codes[v], scales, 0, a);

@@ -142,27 +142,4 @@ struct Pairs<T, E, Exists<typename E::Step>> : PairsOf<T, E, typename E::Step> {
     }
 };
 
-// A tile in shared memory, of which lane 4 r + c has the codes of columns from 16 c on of rows r
-// and r + 8, or, BY_STEP, of each of four blocks of 16 columns those of word c: as in
-// four_bits_shared.cuh.
-template <bool BY_STEP>
-struct SharedNibbles {
-    static __device__ __forceinline__ i32 swizzled_lane(i32 lane) {
-        return 16 * (BY_STEP ? lane ^ lane / 8 % 2 * 2 : lane);
-    }
-    // Where a lane reads.
-    static __device__ __forceinline__ i32 place(i32 lane) {
-        return swizzled_lane(BY_STEP ? lane % 8 * 4 + lane / 8 : lane);
-    }
-
-    static __device__ __forceinline__ void read(u32 (&words)[4], const u8* at) {
-        if constexpr (!BY_STEP) {
-            const uint4 all = *reinterpret_cast<const uint4*>(at);
-            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-        } else {
-            load_matrices(words, shared_address(at));
-        }
-    }
-};
-
 }  // namespace
