@@ -204,41 +204,23 @@ class SmallM {
     __device__ static __forceinline__ void multiply(float (&sum)[TILES_M][4], const Packed& now,
                                                     const uint4 (&activations)[TILES_M][2]) {
         const typename Weights::Scales scales = Weights::scales(now);
-        if constexpr (ROW_ORDER) return multiply_words(sum, now, scales, activations);
         // A product reads activations from registers that follow each other: so it reads one half
-        // each of two words of codes.
+        // each of two words of codes. In row order it reads both halves of a word, as in large-M
+        // kernels, which takes moves of activations. Tensor cores add up the 16 columns of a
+        // product in one step: their order there changes no bit, nor does mma or wgmma, as measured
+        // on an H100.
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int v = 0; v < 4; v += 2) {
-                u32 fragment[4];
-                Weights::dequantize(now, scales, v, half, fragment);
-                Weights::dequantize(now, scales, v + 1, half, fragment + 2);
-#pragma unroll
-                for (int t = 0; t < TILES_M; ++t) {
-                    const uint4& pairs = activations[t][half];
-                    mma_16x8x16<typename Segment::Activation>(
-                        sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
-                }
-            }
-    }
-
-    // The same in row order: a product reads both halves of a word, as in large-M kernels, which
-    // takes moves of activations. Tensor cores add up the 16 columns of a product in one step:
-    // their order there changes no bit, nor does mma or wgmma, as measured on an H100.
-    __device__ static __forceinline__ void multiply_words(float (&sum)[TILES_M][4],
-                                                          const Packed& now,
-                                                          const typename Weights::Scales& scales,
-                                                          const uint4 (&activations)[TILES_M][2]) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) {
+        for (int i = 0; i < 4; ++i) {
+            const int v = ROW_ORDER ? i : i % 2 * 2, half = ROW_ORDER ? 0 : i / 2,
+                      next_v = ROW_ORDER ? i : v + 1, next_half = ROW_ORDER ? 1 : half;
             u32 fragment[4];
-            Weights::dequantize(now, scales, v, 0, fragment);
-            Weights::dequantize(now, scales, v, 1, fragment + 2);
+            Weights::dequantize(now, scales, v, half, fragment);
+            Weights::dequantize(now, scales, next_v, next_half, fragment + 2);
 #pragma unroll
             for (int t = 0; t < TILES_M; ++t)
                 mma_16x8x16<typename Segment::Activation>(
-                    sum[t], fragment, word_of(activations[t][0], v), word_of(activations[t][1], v));
+                    sum[t], fragment, word_of(activations[t][half], v),
+                    word_of(activations[t][next_half], next_v));
         }
     }
 
