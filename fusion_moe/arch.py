@@ -44,20 +44,6 @@ _OTHER_TENSOR_RATE = 1024
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Figures that no data sheet gives.
-
-    warps_to_saturate_memory: for a kernel that reads weights from memory to registers, how many of
-    its warps must be resident on the whole GPU to saturate the memory bandwidth.
-    groups_read_per_two_tiles: how many groups' weights such a kernel reads in the time in which a
-    block of a large-M kernel multiplies two M tiles with all columns.
-    """
-
-    warps_to_saturate_memory: int
-    groups_read_per_two_tiles: int
-
-
-@dataclass(frozen=True)
 class Arch:
     """A GPU architecture: its compute capability, limits and features.
 
@@ -66,8 +52,7 @@ class Arch:
     memory_bandwidth: bytes a second, as specified. tensor_rate: FLOP a second, dense, of bf16 with
     sums in float32. registers, warps, blocks: how many 32-bit registers, and resident warps and
     blocks, a multiprocessor has. code: what its kernels are compiled to, if not to machine code of
-    its own: PTX, and the machine code that the driver makes of it ("compute_80,sm_90"). measured:
-    None if nothing was measured; then these figures are scaled from an H200's.
+    its own: PTX, and the machine code that the driver makes of it ("compute_80,sm_90").
     """
 
     name: str
@@ -82,7 +67,6 @@ class Arch:
     warps: int = 64
     blocks: int = 32
     code: str = ""
-    measured: Measured | None = None
 
     @property
     def nvrtc(self) -> str:
@@ -155,41 +139,31 @@ class Arch:
 
     @property
     def warps_to_saturate_memory(self) -> int:
-        """See Measured. Latency times bandwidth must be in flight, and latencies differ little
-        between GPUs.
+        """For a kernel that reads weights from memory to registers, how many of its warps must be
+        resident on the whole GPU to saturate the memory bandwidth.
+
+        Latency times bandwidth must be in flight, and latencies differ little between GPUs.
         """
-        if self.measured:
-            return self.measured.warps_to_saturate_memory
-        return max(
-            1,
-            min(
-                round(_OF_H200.warps_to_saturate_memory * self._relative_bandwidth),
-                self.multiprocessors * self.warps,
-            ),
-        )
+        scaled = round(_WARPS_OF_H200 * self._relative_bandwidth)
+        return max(1, min(scaled, self.multiprocessors * self.warps))
 
     @property
     def groups_read_per_two_tiles(self) -> int:
         """How many groups' weights a small-M kernel reads in the time in which a block of a large-M
-        kernel multiplies two M tiles: measured on this GPU, else that of an H200 times the ratio of
-        their memory bandwidths.
+        kernel multiplies two M tiles: measured on an H200, times the ratio of memory bandwidths.
         """
-        if self.measured:
-            return self.measured.groups_read_per_two_tiles
-        return max(1, round(_OF_H200.groups_read_per_two_tiles * self._relative_bandwidth))
+        return max(1, round(_GROUPS_OF_H200 * self._relative_bandwidth))
 
     @property
     def _relative_bandwidth(self) -> float:
         return self.memory_bandwidth / H200.memory_bandwidth
 
 
-_OF_H200 = Measured(warps_to_saturate_memory=3200, groups_read_per_two_tiles=300)
+_WARPS_OF_H200, _GROUPS_OF_H200 = 3200, 300  # measured: no data sheet gives them
 
 # NVIDIA H200 Tensor Core GPU datasheet (bandwidth); its GH100 is that of the H100 SXM5, with the
 # whole L2, as its driver reports.
-H200 = Arch(
-    "H200", (9, 0), 132, 228 * _KIB, 227 * _KIB, 60 * _MIB, 4.8e12, 989.4e12, measured=_OF_H200
-)
+H200 = Arch("H200", (9, 0), 132, 228 * _KIB, 227 * _KIB, 60 * _MIB, 4.8e12, 989.4e12)
 # NVIDIA H100 Tensor Core GPU Architecture, white paper, H100 SXM5; its datasheet (bandwidth).
 H100 = Arch("H100", (9, 0), 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 3.35e12, 989.4e12)
 # NVIDIA A100 Tensor Core GPU Architecture, white paper; A100 80GB datasheet, SXM (bandwidth).
@@ -349,7 +323,7 @@ def like(name: str, capability: tuple[int, int], multiprocessors: int) -> Arch:
     name and with this compute capability.
     """
     return _known(name, capability, multiprocessors) or replace(
-        nearest(capability), name=name, capability=capability, measured=None
+        nearest(capability), name=name, capability=capability
     )
 
 
@@ -377,7 +351,6 @@ def standing_in(device: Arch, asked: str) -> Arch:
         l2_bytes=device.l2_bytes,
         memory_bandwidth=device.memory_bandwidth,
         tensor_rate=device.tensor_rate,
-        measured=device.measured,
     )
 
 

@@ -28,8 +28,8 @@ from fusion_moe.arch import (
 
 
 def read(known: Arch, name: str, **changes) -> Arch:
-    """What a driver says of a GPU: no name of ours, nothing measured."""
-    return replace(known, name=name, measured=None, **changes)
+    """What a driver says of a GPU: no name of ours."""
+    return replace(known, name=name, **changes)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -51,7 +51,7 @@ def test_known_gpus_are_different_ones():
 
 @pytest.mark.parametrize("arch", KNOWN.values(), ids=lambda arch: arch.name)
 def test_facts_of_known_gpus_agree_with_each_other(arch):
-    assert all(getattr(arch, f.name) for f in fields(Arch) if f.name not in ("measured", "code"))
+    assert all(getattr(arch, f.name) for f in fields(Arch) if f.name != "code")
     # that the driver keeps, for one block
     assert arch.shared_per_multiprocessor - arch.shared_per_block == 1024
     assert arch.warps_to_saturate_memory <= arch.multiprocessors * arch.warps
@@ -65,7 +65,6 @@ def test_facts_of_known_gpus_agree_with_each_other(arch):
             l2_bytes=arch.l2_bytes,
             memory_bandwidth=arch.memory_bandwidth,
             tensor_rate=arch.tensor_rate,
-            measured=arch.measured,
         )
         == arch
     )
@@ -198,7 +197,6 @@ def test_a_device_stands_in_for_an_older_gpu():
         l2_bytes=H200.l2_bytes,
         memory_bandwidth=4.8e12,
         tensor_rate=H200.tensor_rate,
-        measured=H200.measured,
     )
     assert (standing_in(H200, "NVIDIA A100-SXM4-80GB"), standing_in(H200, "sm_80")) == (
         a100,
@@ -214,11 +212,9 @@ def test_a_device_stands_in_for_an_older_gpu():
     assert hopper.why_not(("wgmma",))
 
 
-def test_facts_that_were_not_measured_follow_the_bandwidth_of_memory():
+def test_what_was_measured_on_one_gpu_follows_the_bandwidth_of_memory():
     assert (H200.warps_to_saturate_memory, H200.groups_read_per_two_tiles) == (3200, 300)
     assert (H100.warps_to_saturate_memory, H100.groups_read_per_two_tiles) == (2233, 209)
-    same = replace(H200, name="another", measured=None)
-    assert (same.warps_to_saturate_memory, same.groups_read_per_two_tiles) == (3200, 300)
     slow = replace(L40S, memory_bandwidth=1e9)
     assert (slow.warps_to_saturate_memory, slow.groups_read_per_two_tiles) == (1, 1)
     few = replace(B200, multiprocessors=10)

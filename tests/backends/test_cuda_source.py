@@ -24,7 +24,7 @@ from fusions import fusion_of_call
 from kernel_tables import EIGHT_BITS, PAIRS, TABLE, use, variants_of
 
 from fusion_moe import FusionDefinition, options
-from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
+from fusion_moe.arch import A100, H100, H200, L40S, Arch
 from fusion_moe.backends import TARGETS, emit, in_place_of_kernel
 from fusion_moe.backends.cuda.columns import columns
 from fusion_moe.backends.cuda.grouped_mm import ByVariants
@@ -636,9 +636,7 @@ def test_facts_of_a_gpu_are_in_what_it_launches():
     """Shared memory, how fast weights are read, and the blocks of kernels that loop; nothing else
     is different.
     """
-    half = replace(
-        H200, multiprocessors=66, shared_per_block=200 * 1024, measured=Measured(3200, 77)
-    )
+    half = replace(H200, multiprocessors=66, shared_per_block=200 * 1024, memory_bandwidth=2.4e12)
     source, tokens = sources("dsv3")[0], 16 * 32  # 16 rows of a group
     for arch in (H200, half):
         made = launches(source, tokens, arch)
@@ -662,7 +660,7 @@ def test_variants_follow_the_facts_of_a_gpu():
     assert not M8[0].fits(of, replace(H200, registers=32768))
     # few blocks: an H200's multiprocessors take more warps along K than a GPU of which they fill
     # every one
-    few = replace(H200, name="few", multiprocessors=8, measured=Measured(194, 18))
+    few = replace(H200, name="few", multiprocessors=8, memory_bandwidth=4.8e12 * 8 / 132)
     narrow = Matrices(16, 8192, 320, 1, NVFP4, True)
     splits = [choose_kernels(1, narrow, arch)[0].variant.split_k for arch in (H200, few)]
     assert splits[0] > splits[1]

@@ -133,7 +133,7 @@ def test_files_are_read_as_written(tmp_path):
         measured = timings(arch=arch)
         files.save(measured, tmp_path / "t.json")
         assert files.load(tmp_path / "t.json") == measured
-    later = replace(H100, measured=H200.measured)  # what is known now counts
+    later = replace(H100, l2_bytes=H200.l2_bytes)  # what is known now counts
     files.save(Timings(later, {}, ()), tmp_path / "t.json")
     assert files.load(tmp_path / "t.json").arch is H100
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fusion_moe.arch import KNOWN, Arch, Measured
+from fusion_moe.arch import KNOWN, Arch
 from fusion_moe.backends.cuda.heuristics import SizeClass
 from fusion_moe.backends.cuda.variants import Matrices
 
@@ -108,8 +108,8 @@ def load(path: Path) -> Timings:
 
 
 def _arch(said: Mapping[str, Any]) -> Arch:
-    measured = said["measured"] and Measured(**said["measured"])
-    return Arch(**{**said, "capability": tuple(said["capability"]), "measured": measured})
+    known = {f.name: said[f.name] for f in fields(Arch) if f.name in said}
+    return Arch(**{**known, "capability": tuple(said["capability"])})
 
 
 def load_all(paths: Sequence[Path]) -> Timings:
