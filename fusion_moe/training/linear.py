@@ -25,7 +25,6 @@ from .stages import ROWS, Call, Operand, Stage, call
 from .tracked import Effect, tracked
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_HELD = 4  # the most parts of a quantized copy
 
 
 class GroupedLinear(GroupedParameters):
@@ -208,8 +207,10 @@ class GroupedLinear(GroupedParameters):
             y = program.run()
         else:
             self._check_buffers(x, program.inputs, out, grad_input)
-            rows = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
-            y = tracked(program, effects, ends, *rows, x.is_leaf, where)
+            out, grad_input = [
+                t if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)
+            ]
+            y = tracked(program, effects, ends, out, grad_input, x.is_leaf, where)
         y = restored(y, lead)
         if not self.return_bias:
             return y
@@ -246,13 +247,13 @@ class GroupedLinear(GroupedParameters):
                 checks.need_float(name, first, where)
                 checks.need_device(name, first, x.device, where)
         dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
-        held: tuple[Operand | None, ...] = ()
+        held: tuple[Operand, ...] = ()
         if is_first_microbatch is not None and isinstance(by, recipe.Float8BlockScaling):
             held = self.held.parts(weight, dtype, by, is_first_microbatch, where)
         return Stage(
             "linear",
             self.in_features,
-            (weight, Operand(ends, (groups,)), bias, column, *held, *[None] * (_HELD - len(held))),
+            (weight, Operand(ends, (groups,)), bias, column, *held),
             (dtype, recipe.activation_format(self.save_original_input)),
         )
 

@@ -202,7 +202,7 @@ def _fused(
     for module in modules:
         if isinstance(module, GroupedLinear):
             effects |= module.effects(result)
-    y = tracked(result, effects, ends, where="Sequential") if effects else result.run()
+    y = tracked(result, effects, divided[-1][1], where="Sequential") if effects else result.run()
     return restored(y, x.shape[:-1])
 
 

@@ -123,7 +123,7 @@ def _program(
     ]
     x = inputs[0]
     for kind, places, attributes in plan:
-        x = BUILDERS[kind](fd, x, *(None if i is None else inputs[i] for i in places), *attributes)
+        x = BUILDERS[kind](fd, x, *attributes, *(None if i is None else inputs[i] for i in places))
     fd.add_output(x)
     return one_line(fd.fusion())
 
@@ -131,20 +131,17 @@ def _program(
 def _linear(
     fd: FusionDefinition,
     x: Value,
+    dtype: str,
+    activation_format: str,
     weight: Value,
     offs: Value,
     bias: Value | None,
     scales: Value | None,
-    codes: Value | None,
-    block_scale: Value | None,
-    turned_codes: Value | None,
-    turned_scale: Value | None,
-    dtype: str,
-    activation_format: str,
+    *held: Value,
 ) -> Value:
     """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the
-    product, plus the bias times the scales. codes, block_scale: of the weight's copy, if it was
-    made before; turned: of the transposed matrices.
+    product, plus the bias times the scales. held: the parts of the weight's copy, if it was made
+    before.
 
     activation_format: that of a recipe; "bf16" without one.
     """
@@ -153,14 +150,7 @@ def _linear(
     ends = fd.groups_of(offs, total)
     x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
     y = (
-        eight_bits.product(
-            fd,
-            x,
-            weight,
-            ends,
-            activation_format,
-            held=[v for v in (codes, block_scale, turned_codes, turned_scale) if v is not None],
-        )
+        eight_bits.product(fd, x, weight, ends, activation_format, held=held)
         if activation_format in eight_bits.BY_FORMAT
         else fd.ops.grouped_mm(x, weight, ends)
     )
@@ -177,7 +167,7 @@ def _linear(
     return fd.ops.cast(fd.ops.add(y, fd.ops.mul(each, fd.ops.zero_rest(column, ends))), dtype=dtype)
 
 
-def _activation(fd: FusionDefinition, x: Value, scales: Value | None, text: str) -> Value:
+def _activation(fd: FusionDefinition, x: Value, text: str, scales: Value | None) -> Value:
     """x [M, parts * N], scales [M] -> [M, N]: the activation of this text, times the scales"""
     y = activated(fd, x, read(text))
     if scales is not None:

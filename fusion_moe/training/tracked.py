@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch._compile import _disable_dynamo  # does not import the tracer, which takes a second
 
 from .. import options
 from ..bodies.autograd import (
@@ -28,11 +28,6 @@ from . import main_grad
 from .delayed import Delayed, Waiting
 from .postponed import postponed
 from .stages import Call
-
-
-def _untraced(function: Any) -> Any:
-    """torch.compiler.disable without importing the tracer now, which takes a second."""
-    return _disable_dynamo(function)
 
 
 class Effect(NamedTuple):
@@ -83,7 +78,7 @@ class _Work:
         return {i: e.params for i, e in self.effects.items() if e.main and i in self.now}
 
 
-@_untraced
+@_disable_dynamo
 def tracked(
     call: Call,
     effects: Effects,
@@ -138,7 +133,7 @@ class _Tracked(torch.autograd.Function):
         return _result(work.out, outputs[0], work.ends)
 
     @staticmethod
-    @_untraced
+    @_disable_dynamo
     def backward(ctx: Any, dy: Tensor) -> Any:
         work: _Work = ctx.work
         if torch.is_grad_enabled() and any(effect.main for effect in work.effects.values()):

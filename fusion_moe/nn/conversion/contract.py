@@ -17,7 +17,6 @@ from ...encodings import NVFP4, Quantized, is_dtensor
 from ...errors import ShapeError, UnsupportedError
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen import FROZEN, CustomExperts, Experts, NVFP4Experts, Projections, View
-from ..gate_up import deinterleave
 from .traced_activation import activation_of
 
 # in this order: transformers' modules of codes raise if asked for the last, but lack the others
@@ -71,8 +70,8 @@ class ExpertsContract:
         """The first projection, or its bias, as the module stores it -> [E, 2I, H], gate above up,
         or [E, I, H].
         """
-        rows = self.down(weight) if weight.dim() == 3 else weight
-        return rows if self.concatenated or not self.has_gate else deinterleave(rows, 1, 1)
+        (rows,) = self.view_of(self.up_name).unpack(weight)
+        return rows
 
     def down(self, weight: Tensor) -> Tensor:
         """The second projection as the module stores it -> [E, H, I]."""

@@ -19,7 +19,7 @@ from ...definitions.operations import LIBRARY
 from ...encodings import MXFP4, NVFP4, Encoding, check_rule, find
 from ...errors import OptionError, UnsupportedError, need_one_of
 from ...ir.kinds.quantized import STRAIGHT_THROUGH
-from ...layouts import LAYOUTS, Padding
+from ...layouts import Padding
 from ...messages import log, some
 from ..config import NVFP4Config, QuantizationConfig
 from ..frozen import FROZEN, Form, Projections, Weight, rounded
@@ -167,9 +167,7 @@ class _Rounding:
         template: Any = self.quantized(without_memory(module), NVFP4Config())
         wanted = options.current().target
         if device.type in TARGETS or wanted != "auto":
-            layout = backends.find(wanted, device).weight_layout
-            if not template.why_not(LAYOUTS[layout]):
-                template.reform(layout=layout)
+            template.put_in(template.layout_on(backends.find(wanted, device)))
         template.decided()
         kind = type(template)
         template.__class__ = type(kind.__name__, (_Template, kind), {})

@@ -15,9 +15,10 @@ from torch import Tensor
 from ... import backends
 from ...encodings import REQUANTIZED, EncodedParameter, requantizable
 from ...encodings.encoded import plain
+from ...errors import need_one_of
 from ...layouts import Layout
 from ...messages import warn_once
-from ...target import Target
+from ...target import ACTIVATION_FORMATS, Target
 from ..local import local
 from .packed import PackedModule
 from .requantized import Reading, need_free_order, requantized_names
@@ -48,9 +49,12 @@ class AdaptableModule(PackedModule):
     fixed = ""
     adapters_on: torch.device | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, activation_format: str) -> None:
         super().__init__()
-        self.reading = None
+        need_one_of(
+            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
+        )
+        self.activation_format, self.reading = activation_format, None
         self.wrappers: dict[str, Any] = {}  # no submodules, since this is one of theirs
 
     @property

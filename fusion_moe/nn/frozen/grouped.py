@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from ...definitions.operations import restored
 from ...encodings import NVFP4, Quantized, as_plain_tensors
-from ...errors import Error, ShapeError, need_one_of
-from ...target import ACTIVATION_FORMATS
+from ...errors import Error, ShapeError
 from .. import checks
 from .adaptable import AdaptableModule
 from .experts import quantize_gate_up
@@ -51,7 +50,7 @@ class NVFP4GroupedLinear(AdaptableModule):
     def __init__(
         self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"
     ):
-        super().__init__()
+        super().__init__(activation_format)
         if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
             of_bias = "" if bias is None else f" and bias {list(bias.shape)}"
             raise ShapeError(
@@ -59,10 +58,6 @@ class NVFP4GroupedLinear(AdaptableModule):
                 expected="[G, N, K] and [G, N]",
                 where=type(self).__name__,
             )
-        need_one_of(
-            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
-        )
-        self.activation_format = activation_format
         self.hold("weight", ("weight", "weight_scale", "weight_decode_scale"), weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 

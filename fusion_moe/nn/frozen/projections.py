@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...encodings import (
-    NVFP4,
-    Encoding,
-    Quantized,
-    exactly,
-)
-from ...errors import ShapeError, need_one_of
-from ...target import ACTIVATION_FORMATS
+from ...encodings import NVFP4, Encoding, Quantized, exactly
+from ...errors import ShapeError
 from .adaptable import AdaptableModule
 
 
@@ -57,15 +51,11 @@ class Projections(AdaptableModule):
         down_bias: Tensor | None,
     ):
         """up [E, N, H] and down [E, H, I] of one encoding, up_bias [E, N], down_bias [E, H]."""
-        super().__init__()
+        super().__init__(activation_format)
         self.first_expert = None
         self.projections = ("gate_up" if gated else "up", "down")
-        need_one_of(
-            "activation_format", activation_format, ACTIVATION_FORMATS, where=type(self).__name__
-        )
         self._check(gated, up, down)
         experts, rows, hidden = up.shape
-        self.activation_format = activation_format
         self.castable = tuple(f"{name}_proj_bias" for name in self.projections)
         self._set_weights(up, down)
         biases = (up_bias, (experts, rows)), (down_bias, (experts, hidden))
