@@ -11,7 +11,7 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from ..encodings import Part
@@ -31,6 +31,7 @@ from ..ir.kinds.runs import part_shape
 from ..layouts import LAYOUTS
 
 _COPIES = ("cat", "pad", "full")  # their role is "shape", but they write new memory
+_PER_GROUP = ("grouped", "per_group")  # roles of products
 
 
 def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
@@ -60,17 +61,25 @@ def bytes_avoided(fusion: Fusion, env: Mapping[str, int]) -> int:
 
 
 def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
-    forms, read = [v], False  # the value, and its results after casts and renaming
-    for form in forms:
-        for reader in fusion.readers.get(form, ()):
-            forms += reader.outputs if _rides(reader) else ()
-            read |= not _rides(reader)
+    after = forms(v, fusion, _rides)  # casts and renaming
+    read = not all(_rides(reader) for form in after for reader in fusion.readers.get(form, ()))
     size = type_bytes(v.type, env)
     if not v.type.quantized:
         # packs have parts
-        plain_forms = (form.type for form in forms if not form.type.quantized)
+        plain_forms = (form.type for form in after if not form.type.quantized)
         size = size // _itemsize(v.type) * min(map(_itemsize, plain_forms))
-    return size * (read + (read and not any(form in fusion.outputs for form in forms)))
+    return size * (read + (read and not any(form in fusion.outputs for form in after)))
+
+
+def forms(v: Value, fusion: Fusion, through: Callable[[Op], bool]) -> list[Value]:
+    """A value, and the results of those of its readers, and of theirs, for which `through`
+    holds.
+    """
+    results = [v]
+    for form in results:
+        for reader in filter(through, fusion.readers.get(form, ())):
+            results += [out for out in reader.outputs if out not in results]
+    return results
 
 
 def _rides(op: Op) -> bool:
@@ -120,12 +129,9 @@ def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
     """The rows of the product that reads a value as its weight, one matrix for each group; None if
     no product does.
     """
-    forms = [v]
-    for form in forms:
+    for form in forms(v, fusion, lambda op: op.kind.role not in _PER_GROUP):
         for reader in fusion.readers.get(form, ()):
-            if reader.kind.role not in ("grouped", "per_group"):
-                forms += [out for out in reader.outputs if out not in forms]
-            elif form is reader.values[1]:
+            if reader.kind.role in _PER_GROUP and form is reader.values[1]:
                 rows = reader.values[0].type.shape[0]
                 if isinstance(rows, Rows) and all(
                     x.type.shape[:1] == (rows.groups.count,) for x in (v, form)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..encodings import find
 from ..ir import DTYPES, FLOATS, Fusion, Groups, Op, Value, plain, storage_shape, value
 from ..layouts import ends_from_sizes
+from .cost import forms
 from .data import FusionReport
 
 _SCRIPT = '''"""{id} of a report: rebuilt, run on random inputs, compared with the reference."""
@@ -108,14 +109,10 @@ def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:
     """The first operation of a kind that reads a value, or the result of shape or pointwise
     operations on it, as input number `place`.
     """
-    forms = [v]
-    for form in forms:
-        for op in fusion.readers.get(form, ()):
-            if op.kind.name == kind and op.inputs[place] is form:
-                return op
-            forms += [
-                out
-                for out in op.outputs
-                if op.kind.role in ("shape", "pointwise") and out not in forms
-            ]
-    return None
+    readers = (
+        op
+        for form in forms(v, fusion, lambda op: op.kind.role in ("shape", "pointwise"))
+        for op in fusion.readers.get(form, ())
+        if op.kind.name == kind and op.inputs[place] is form
+    )
+    return next(readers, None)

@@ -81,48 +81,36 @@ def _environment() -> Any:
     environment.globals.update(
         after=after,
         arrows=_arrows,
-        box_of=_box_of,
+        boxes=_boxes,
         changes=_changes,
-        places=_places,
         ways=WAYS,
         what=what,
     )
     return environment
 
 
-def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
-    """The upper left corner of each segment's box: below all segments that it reads from."""
-    width, height = _box_of(segments)
-    return {
-        id: (across * (width + APART), down * (height + BELOW))
-        for id, (across, down) in _cells(segments).items()
-    }
-
-
-def _box_of(segments: Sequence[SegmentReport]) -> tuple[int, int]:
-    """The width and height of each box of a drawing."""
-    beside = any(across for across, _ in _cells(segments).values())
-    return WIDTH if beside else BROAD, HEIGHT
-
-
-def _cells(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
-    """Each segment's column and row."""
+def _boxes(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int, int, int]]:
+    """Left, top, width and height of each segment's box: below all segments that it reads from."""
     cells: dict[str, tuple[int, int]] = {}
     for s in segments:
         down = max((cells[id][1] + 1 for id in s.after), default=0)
         cells[s.id] = (sum(row == down for _, row in cells.values()), down)
-    return cells
+    width = WIDTH if any(across for across, _ in cells.values()) else BROAD
+    return {
+        id: (across * (width + APART), down * (HEIGHT + BELOW), width, HEIGHT)
+        for id, (across, down) in cells.items()
+    }
 
 
 def _arrows(
-    segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]]
+    segments: Sequence[SegmentReport], boxes: dict[str, tuple[int, int, int, int]]
 ) -> Iterator[tuple[str, str]]:
     """(class, path) of a curve from each segment to those that read from it, and of its tip."""
-    width, height = _box_of(segments)
     for s in segments:
-        x, y = places[s.id][0] + width // 2, places[s.id][1]
+        left, y, width, height = boxes[s.id]
+        x = left + width // 2
         for id in s.after:
-            x0, y0 = places[id][0] + width // 2, places[id][1] + height
+            x0, y0 = boxes[id][0] + width // 2, boxes[id][1] + height
             yield "edge", f"M{x0},{y0} C{x0},{y0 + 20} {x},{y - 20} {x},{y - 6}"
         if s.after:
             yield "tip", f"M{x - 5},{y - 8} L{x + 5},{y - 8} L{x},{y} Z"
