@@ -193,7 +193,7 @@ def reading(state: dict[str, Any]) -> None:
             times = []
             while not done.query():
                 start = time.perf_counter()
-                loop.read(memory)
+                loop.reader(memory)()
                 if not done.query():
                     times.append(time.perf_counter() - start)
             torch.cuda.synchronize()

@@ -97,7 +97,7 @@ def test_without_a_compiler_torch_reads(quick, monkeypatch):
     assert found.ahead is None
     assert found.by.startswith("torch's amax: no C++ compiler: CXX='/nowhere/g++' does not run")
     before = torch.get_num_threads()
-    found.read(torch.ones(2**20, dtype=torch.uint8))
+    found.reader(torch.ones(2**20, dtype=torch.uint8))()
     assert torch.get_num_threads() == before
 
 

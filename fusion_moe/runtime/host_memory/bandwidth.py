@@ -1,10 +1,10 @@
 """How fast this machine reads memory, a bound for all kernels that read it. Measured once for a
 number of threads, and kept on disk.
 
-    memory = bandwidth.of(threads=2)         # takes about a second the first time
+    memory = bandwidth.of(threads=2)        # takes about a second the first time
     memory.bytes_per_second, memory.by
-        memory.read(t)                          # reads one tensor or several in the same way
-        bandwidth.evict(t)                      # the next read comes from memory, not from a cache
+    memory.reader(t)()                      # reads one tensor or several in the same way
+    bandwidth.evict(t)                      # the next read comes from memory, not from a cache
 
 bandwidth.cpp does the reading, prefetching as far ahead as is fastest on this machine; without a
 compiler, a torch reduction reads.
@@ -47,14 +47,10 @@ class Bandwidth:
     by: str
     ahead: int | None = None
 
-    def read(self, *tensors: Tensor) -> None:
-        """Reads contiguous CPU tensors once, each a whole number of 8 bytes, divided evenly between
-        the threads.
-        """
-        self.reader(*tensors)()
-
     def reader(self, *tensors: Tensor) -> Callable[[], None]:
-        """A function that reads tensors in this way; they must live until it is called."""
+        """A function that reads contiguous CPU tensors, each a whole number of 8 bytes, divided
+        evenly between the threads; they must live until it is called.
+        """
         if self.ahead is None:
             return partial(_reduce, tensors, self.threads)
         addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
@@ -69,10 +65,10 @@ class Bandwidth:
 
     def times(self, memory: Tensor, count: int) -> list[float]:
         """The seconds of `count` reads of a tensor, in increasing order."""
-        results = []
+        results, read = [], self.reader(memory)
         for _ in range(count):
             start = time.perf_counter()
-            self.read(memory)
+            read()
             results.append(time.perf_counter() - start)
         return sorted(results)
 
