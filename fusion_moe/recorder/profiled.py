@@ -27,9 +27,9 @@ from ..report.trace import last_compiled
 from ..runtime import cuda
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
-from ..runtime.timeline import Tile
 from .counts import Counted
 from .data import KernelRun, Span
+from .tiles import Tile
 
 LAUNCH = 5e-6  # seconds: what a kernel takes that computes nothing
 _OURS = re.compile(r"fusion_moe::\d+\[")  # runtime/program.py

@@ -22,10 +22,10 @@ from ..errors import OptionError, UnsupportedError, need
 from ..messages import count
 from ..nn.local import local
 from ..report.measure import ends_of, preemptions, this_cpu
-from ..runtime import cuda, native, recording, timeline
+from ..runtime import cuda, native, recording
 from ..runtime.host_memory import bandwidth
 from ..runtime.program import Program
-from . import counts
+from . import counts, tiles
 from .counts import COUNTED, IGNORED, OF_PYTHON, Counted, Counts
 from .data import LayerRun, RunData, Span
 from .profiled import NOTHING, Launched, Profile
@@ -217,7 +217,7 @@ class _Recorder:
         self.profiler = Profiler(activities=there, acc_events=True, experimental_config=how)
         self.profiler.start()
         self.preempted = preemptions()
-        timeline.clear()
+        tiles.clear()
 
     def _stop(self) -> None:
         if self.profiler:
@@ -228,7 +228,7 @@ class _Recorder:
             except RuntimeError:  # before torch 2.11: another one began and ended meanwhile
                 self.why_none = "another profiler ran"
                 return
-            self.profile = Profile.of(profiler, self.start, timeline.read())
+            self.profile = Profile.of(profiler, self.start, tiles.read())
 
     def _find_layers(self) -> None:
         """The first weight of each module is that of its first product."""

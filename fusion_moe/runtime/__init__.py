@@ -14,7 +14,7 @@ driver.py, cuda.py, faults.py
                  the CUDA driver, cubins, what kernels find wrong
 handles.py       inputs that stand for memory, in whose place kernels get addresses
 recording.py, timeline.py
-                 who is told of launches, tiles that kernels marked
+                 who is told of launches, kernels that mark tiles
 check.py, dump.py
                  the options `check` and `dump`
 host_memory/     weights on large pages, how fast memory is read
