@@ -37,16 +37,16 @@ class Step:
 
     def saved(self, origins: Origins) -> Iterator[TensorReport]:
         """The tensors that the backward takes from the forward."""
-        inputs = dict(zip(_placeholders(self.forward), self.names, strict=False))
+        inputs = dict(zip(self.forward.find_nodes(op="placeholder"), self.names, strict=False))
         there = {n.name: n for n in self.forward.nodes}
-        for n in _placeholders(self.backward):
+        for n in self.backward.find_nodes(op="placeholder"):
             if n.name in there and isinstance(n.meta["val"], torch.Tensor):
                 made_by, operation = _origin(there[n.name], origins)
                 yield _tensor(inputs.get(there[n.name], operation), n, made_by)
 
     def gradients(self, origins: Origins) -> Iterator[TensorReport]:
         """The gradients that the backward returns."""
-        results = next(n for n in self.backward.nodes if n.op == "output").args[0]
+        results: Any = self.backward.output_node().args[0]
         for name, n in zip(self.names, results, strict=False):
             if isinstance(n, Node):
                 yield _tensor(name, n, _origin(n, origins)[0])
@@ -54,20 +54,16 @@ class Step:
 
 def input_names(model: GraphModule) -> list[str]:
     """The inputs of a Dynamo graph as the user names them: "experts.gate_up", "args[0]"."""
-    return [users_name(n) for n in _placeholders(model.graph)]
+    return [users_name(n) for n in model.graph.find_nodes(op="placeholder")]
 
 
 def is_backward(graph: Graph) -> bool:
     """Whether a graph takes gradients as inputs."""
-    return any(map(_is_tangent, _placeholders(graph)))
+    return any(map(_is_tangent, graph.find_nodes(op="placeholder")))
 
 
 def _is_tangent(n: Node) -> bool:
     return n.name.startswith("tangents")
-
-
-def _placeholders(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.op == "placeholder"]
 
 
 def type_of(t: torch.Tensor) -> str:

@@ -256,7 +256,7 @@ def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """
     mode = TracingContext.get().fake_mode
     assert mode is not None
-    known = [n.meta["example_value"] for n in model.graph.nodes if n.op == "placeholder"]
+    known = [n.meta["example_value"] for n in model.graph.find_nodes(op="placeholder")]
     return [
         like(k, mode) if isinstance(x, FakeTensor) else x
         for x, k in zip(inputs, known, strict=True)
