@@ -36,7 +36,7 @@ class Columns:
         return self.block * len(self.read) // TILE
 
     def functions(self) -> list[str]:
-        """The C++ functions that kernels call: column, first_row, tile and local."""
+        """The C++ functions that kernels call: column, first_row and local."""
         local = f"{TILE} * f + i" if self.block == TILE else f"column(f, i) % {TILE}"
         return [
             "// Column j of the result is made of these of the product; the q-th tile of a block "
@@ -44,8 +44,6 @@ class Columns:
             column_function(self.read),
             "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block "
             "* BLOCK)" + (" / 16 * 16" if self.block < TILE else "") + "; }",
-            "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, "
-            "q) / 16; }",
             f"__device__ static constexpr i32 local(i32 f, i32 i) {{ return {local}; }}",
         ]
 
