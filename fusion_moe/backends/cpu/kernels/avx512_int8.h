@@ -258,7 +258,7 @@ struct Avx512Int8 {
     template <int R>
     static void small_m_rows(const Columns& c, const Columns& next, const Packed* packed, i64 K,
                              float* out, i64 out_stride) {
-        constexpr int CHAINS = R <= 4 ? 2 : 1;  // sums wait for the one before in their chain
+        constexpr int CHAINS = R == 1 ? 2 : 1;  // sums wait for the one before in their chain
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
         Int8Reader<Weight> reader(c, next, K);
