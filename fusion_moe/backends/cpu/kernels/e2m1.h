@@ -110,28 +110,18 @@ struct E2M1Weight {
 
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const u8* codes = codes_of(p, g) + (n * p.K + k) / 2;
-        if constexpr (!IS_LINEAR<Order>) {
-            const u8* at = scales_of(p, g) + Order::of_row(n, p.K / Reader::BLOCK);
-            const float of_row = Reader::factors(p, g)(n);
-            for (i64 i = 0; i < count; i += LANES) {
-                const u8 scale = at[Order::of_column((k + i) / Reader::BLOCK)];
-                scaled_numbers(codes + i / 2, Reader::scale(scale) * of_row, out + i);
-            }
-            return;
-        }
-        const u8* scales = scales_of(p, g) + (n * p.K + k) / Reader::BLOCK;
+        const u8* scales = scales_of(p, g) + Order::of_row(n, p.K / Reader::BLOCK);
         const float factor = Reader::factors(p, g)(n);
-        const i64 inside = k % Reader::BLOCK;
-        for (i64 i = 0; i < count; i += LANES)
-            scaled_numbers(codes + i / 2,
-                           Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
+        for (i64 i = 0; i < count; i += LANES) {
+            const u8 scale = scales[Order::of_column(i64(u64(k + i) / Reader::BLOCK))];
+            scaled_numbers(codes + i / 2, Reader::scale(scale) * factor, out + i);
+        }
     }
 
     // The scale of element k of row n, of a matrix with these scales.
     static float scale_at(const u8* scales, i64 n, i64 k, i64 K) {
-        return Reader::scale(IS_LINEAR<Order> ? scales[(n * K + k) / Reader::BLOCK]
-                                              : scales[Order::of_row(n, K / Reader::BLOCK) +
-                                                       Order::of_column(k / Reader::BLOCK)]);
+        return Reader::scale(scales[Order::of_row(n, K / Reader::BLOCK) +
+                                    Order::of_column(i64(u64(k) / Reader::BLOCK))]);
     }
 
     static void fetch_scales(const WorkTile&) {}
@@ -147,9 +137,7 @@ struct E2M1Weight {
         return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2);
     }
     static const u8* scales_of(const Problem& p, i64 g) {
-        if constexpr (!IS_LINEAR<Order>)
-            return static_cast<const u8*>(p.parts[1]) + g * Order::size(p.N, p.K / Reader::BLOCK);
-        return static_cast<const u8*>(p.parts[1]) + g * p.N * (p.K / Reader::BLOCK);
+        return static_cast<const u8*>(p.parts[1]) + g * Order::size(p.N, p.K / Reader::BLOCK);
     }
 };
 
