@@ -276,13 +276,23 @@ def api(module: str, *names: str) -> Iterator[str]:
             continue
         yield f"### {module}.{name}"
         if not callable(value):  # a value has no docstring of its own
-            yield f"A `{type(value).__name__}`."
+            yield _of_value(value)
             continue
         yield _signature(name, value)
         yield from described(value)
         for member, of_it in vars(value).items() if isinstance(value, type) else ():
             if not member.startswith("_"):
                 yield from _member(member, of_it)
+
+
+def _of_value(value: Any) -> str:
+    """What a constant is: itself if that is short, its keys, or its name."""
+    kind, name = type(value).__name__, getattr(value, "name", None)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return f"A {kind} with the keys {', '.join(code(key) for key in value)}."
+    if isinstance(value, int | str | tuple) and len(repr(value)) <= 100:
+        return f"`{value!r}`"
+    return f"The `{kind}` called `{name}`." if isinstance(name, str) else f"A value of `{kind}`."
 
 
 def _member(name: str, of: Any) -> Iterator[str]:

@@ -214,7 +214,9 @@ def translator(
 
 
 def unregister(op: Operation) -> None:
-    """Takes the translator of an operation away."""
+    """Removes the translator of an operation, given as for `translator`. Nothing happens if it has
+    none; programs that are compiled already stay.
+    """
     _load()
     _registry.pop(_name(op), None)
 

@@ -207,21 +207,21 @@ _FUNCTIONS: dict[str, Callable[[FusionDefinition, Value], Value]] = {
 
 
 class SReLU(Activation):
-    """relu(x)^2"""
+    """relu(x)^2, x [..., H] -> [..., H]: for experts without a gate."""
 
     def __init__(self) -> None:
         super().__init__(written(_squared_relu, 1))
 
 
 class ScaledSReLU(Activation):
-    """relu(x)^2 * scale, one scale for each row."""
+    """relu(x)^2 * scale, x [..., H], scales [...] -> [..., H]: the router's weight of each row."""
 
     def __init__(self) -> None:
         super().__init__(written(_squared_relu, 1), scaled=True)
 
 
 class QGELU(Activation):
-    """x * sigmoid(1.702 * x)"""
+    """x * sigmoid(1.702 * x), an approximation of GELU, x [..., H] -> [..., H]."""
 
     def __init__(self) -> None:
         super().__init__(written(_FUNCTIONS["quick_gelu"], 1))
@@ -268,30 +268,34 @@ class GLU(_GLU):
 
 
 class SwiGLU(_GLU):
-    """silu(gate) * linear"""
+    """silu(gate) * linear, x [..., 2H] -> [..., H]; glu_interleave_size as in ScaledSwiGLU."""
 
     function = "silu"
 
 
 class GEGLU(_GLU):
-    """gelu(gate) * linear, GELU by tanh."""
+    """gelu(gate) * linear, GELU by tanh, x [..., 2H] -> [..., H]; glu_interleave_size as in
+    ScaledSwiGLU.
+    """
 
     function = "gelu"
 
 
 class QGEGLU(_GLU):
-    """gate * sigmoid(1.702 * gate) * linear"""
+    """gate * sigmoid(1.702 * gate) * linear, x [..., 2H] -> [..., H]; glu_interleave_size as in
+    ScaledSwiGLU.
+    """
 
     function = "quick_gelu"
 
 
 class ReGLU(_GLU):
-    """relu(gate) * linear"""
+    """relu(gate) * linear, x [..., 2H] -> [..., H]; glu_interleave_size as in ScaledSwiGLU."""
 
     function = "relu"
 
 
 class SReGLU(_GLU):
-    """relu(gate)^2 * linear"""
+    """relu(gate)^2 * linear, x [..., 2H] -> [..., H]; glu_interleave_size as in ScaledSwiGLU."""
 
     function = "squared_relu"

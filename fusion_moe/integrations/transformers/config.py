@@ -76,15 +76,15 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
 
 
 class MXFP4Config(nn_config.MXFP4Config, QuantizationConfigMixin):
-    """The configuration of `quantize_` and `from_pretrained` for MXFP4."""
+    """As this module's NVFP4Config, for MXFP4: in place, or as a model is loaded."""
 
 
 class INT4Config(nn_config.INT4Config, QuantizationConfigMixin):
-    """The configuration of `quantize_` and `from_pretrained` for INT4."""
+    """As this module's NVFP4Config, for INT4: in place, or as a model is loaded."""
 
 
 class FP8Config(nn_config.FP8Config, QuantizationConfigMixin):
-    """The configuration of `quantize_` and `from_pretrained` for FP8."""
+    """As this module's NVFP4Config, for FP8: in place, or as a model is loaded."""
 
 
 def in_transformers_form(config: nn_config.QuantizationConfig) -> QuantizationConfigMixin:
