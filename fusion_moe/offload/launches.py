@@ -16,9 +16,21 @@ from torch import Tensor
 from ..backends.cuda.launch import headers
 from ..encodings import CodeOrder, Encoding, Part as EncodingPart
 from ..encodings.orders import USUAL, Nibbles
+from ..errors import WorkerError
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
+from ..runtime.faults import FAULTS, Fault
 
+_NO_ANSWER = 5  # Fault of backends/cuda/kernels/ragged.cuh
+_WHY = "it failed before", "it has ended", "it is late", "it found bad input"
+FAULTS[_NO_ANSWER] = Fault(
+    "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
+    "{value} ms",
+    "a worker that answers",
+    WorkerError,
+    "that call's result lacks these experts; offload the model again",
+    lambda why, milliseconds: (_WHY[why], milliseconds),
+)
 HERE = Path(__file__).parent / "kernels"
 THREADS, SUMMING = 512, 64  # of a block; of one that sums
 MOST_PARTS = 12  # of kernels/experts.cuh

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,13 +24,19 @@ from typing import Any
 
 import torch
 
-from ..errors import Error, GroupsError, NonFiniteError, RankError, WorkerError
+from ..errors import Error, GroupsError, NonFiniteError
 from . import cuda
 
 
+def _as_reported(place: int, value: int) -> tuple[Any, Any]:
+    return place, value - (value >> 31 << 32)
+
+
 @dataclass(frozen=True)
-class _Fault:
-    """found, with {place} and {value}; what was expected; what to do."""
+class Fault:
+    """found, with {place} and {value}; what was expected; what to do. words(place, value): what
+    stands there for the 24 and the 32 bits that kernels report.
+    """
 
     found: str
     expected: str
@@ -39,62 +45,41 @@ class _Fault:
         "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and "
         "clamped ends and indices"
     )
+    words: Callable[[int, int], tuple[Any, Any]] = _as_reported
 
 
-_WORKER, _RANK = 5, 6
-_FAULTS = {  # by the number of the Fault in backends/cuda/kernels/ragged.cuh
-    1: _Fault(
+# by the number of the Fault in backends/cuda/kernels/ragged.cuh; who has kernels that report
+# others adds them
+FAULTS = {
+    1: Fault(
         "offs[{place}] = {value}",
         "cumulative ends that never decrease, and are at most the number of rows",
     ),
-    2: _Fault(
+    2: Fault(
         "ids.flatten()[{place}] = {value} is out of range",
         "ids from 0 to the number of groups - 1, or -1 for no expert",
     ),
-    3: _Fault("an index of {value}", "an index within the dimension it selects from"),
-    4: _Fault(
+    3: Fault("an index of {value}", "an index within the dimension it selects from"),
+    4: Fault(
         "row {value} of matrix {place} has another scale than the rows around it",
         "FP8 weights whose rows share scales in aligned runs of 32 beside fp8 activations",
     ),
-    7: _Fault(
+    7: Fault(
         "expert_map[{place}] = {value}",
         "the index of an expert here, or -1 for one that is elsewhere",
     ),
-    8: _Fault(
+    8: Fault(
         "group {place} of {value} rows does not fit offsets, problem_sizes and blockscale_offsets",
         "one partition of the rows: problem_sizes (m, N, K) of the weight, offsets the rows of the "
         "groups before, blockscale_offsets the same with each group in whole 128 rows",
     ),
-    9: _Fault(
+    9: Fault(
         "a block scale of matrix {place} is NaN or negative: byte {value}",
         "block scales that are numbers and not negative, as every quantizer writes them",
         NonFiniteError,
         "that call's result is wrong; the weight is damaged, or these are bytes of another type",
     ),
-    _WORKER: _Fault(
-        "the CPU's worker did not compute rows of experts that are not on the GPU: {place}, after "
-        "{value} ms",
-        "a worker that answers",
-        WorkerError,
-        "that call's result lacks these experts; offload the model again",
-    ),
-    _RANK: _Fault(
-        "rank {place} {value}",
-        "all ranks in the same call, of numbers of tokens that fit",
-        RankError,
-        "that call's result lacks what ranks sent, and none is called after it: restart all "
-        "processes; init_process_group(timeout=...) says how long ranks wait",
-    ),
 }
-# by the phase in which ranks exchange tokens
-_LOST = {
-    1: "sent no ids of experts",
-    2: "sent no rows of tokens",
-    3: "sent no sums",
-    4: "is in another layer, or has another number of tokens, slots or features",
-    5: "has more tokens, or longer rows, than there is room for",
-}
-_NO_ANSWER = "it failed before", "it has ended", "it is late", "it found bad input"  # by the place
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
 _STREAMS = 64  # how many streams of a device a table holds
 _LIBRARIES = tuple(
@@ -111,7 +96,7 @@ class Word:
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
-    def take(self) -> tuple[str, _Fault] | None:
+    def take(self) -> tuple[str, Fault] | None:
         """What was found, and the fault that it is; it is then reset. None if another thread took
         it.
         """
@@ -119,12 +104,10 @@ class Word:
         if not found:
             return None
         number, place, low = found >> 56, found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-        at: Any = _NO_ANSWER[place] if number == _WORKER else place
-        value: Any = low - (low >> 31 << 32)
-        if number == _RANK:
-            value = lost(low >> 24, (low & 0xFFFFFF) / 1000)
-        text = _FAULTS[number].found.format(place=at, value=value)
-        return f"{text}, in an earlier call of {self.where}", _FAULTS[number]
+        fault = FAULTS[number]
+        at, value = fault.words(place, low)
+        text = fault.found.format(place=at, value=value)
+        return f"{text}, in an earlier call of {self.where}", fault
 
 
 class Faults:
@@ -245,18 +228,6 @@ def _raise(words: Iterable[Word]) -> None:
         (first, fault), *others = found
         also = "".join(f"; also {text}" for text, _ in others)
         raise fault.error(first + also, expected=fault.expected, todo=fault.todo, where="cuda")
-
-
-def lost(phase: int, seconds: float) -> str:
-    """What is wrong with a rank, by the phase in which another one waited for it in vain."""
-    return _LOST[phase] + (f" within {seconds:.3g} s" if phase < 4 else "")
-
-
-def rank_error(phase: int, rank: int, seconds: float, where: str) -> Error:
-    """The error of a call that kernels of the CPU end with such a fault."""
-    fault = _FAULTS[_RANK]
-    found = fault.found.format(place=rank, value=lost(phase, seconds))
-    return fault.error(found, expected=fault.expected, todo=fault.todo, where=where)
 
 
 def _caller() -> str:

@@ -14,6 +14,7 @@ from experts import experts
 from fusion_moe import FusionDefinition
 from fusion_moe.distributed import parallelize, symmetric
 from fusion_moe.distributed.exchange import peers
+from fusion_moe.distributed.exchange.faults import rank_error
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import FusionError, OptionError, RankError, ShapeError
 from fusion_moe.nn import prepare_
@@ -88,7 +89,7 @@ def test_faults_of_kernels_name_a_rank(phase, says):
     word.found.value = 6 << 56 | 3 << 32 | phase << 24 | 2500
     with pytest.raises(RankError, match=says):
         faults._raise([word])
-    error = faults.rank_error(phase, 3, 2.5, "dispatch")
+    error = rank_error(phase, 3, 2.5, "dispatch")
     assert says in str(error)
     assert "in an earlier call" not in str(error)
 

@@ -6,7 +6,7 @@ kinds.py         what they compute, and their gradients
 scheduler.py     which pieces of a program ranks run together
 cuda.py, cpu.py, kernels/
                  the kernels: stores into each other's memory
-peers.py         the tensors that stand for that memory
+peers.py         the tensors that stand for that memory; faults.py: ranks that are lost
 operations.py    all of that as rows of the table of operations
 """
 

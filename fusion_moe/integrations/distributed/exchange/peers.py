@@ -22,7 +22,7 @@ from torch import Tensor
 from ....errors import Error, FusionError, OptionError, ShapeError
 from ....ir import AnySize, Fusion, Op, value
 from ....runtime import native
-from ....runtime.faults import rank_error
+from .faults import rank_error
 from .kinds import PEERS, peers_of, sent_of
 
 
