@@ -27,13 +27,15 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import options
 from ..errors import BuildError
-from ..ir import Fusion
-from .kernel import Kernel
 from .store import key_of
+
+if TYPE_CHECKING:  # what builds kernels imports this without torch
+    from ..ir import Fusion
+    from .kernel import Kernel
 
 _DIGITS = 12
 _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
