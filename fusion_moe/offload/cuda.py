@@ -33,7 +33,7 @@ from .device import Counters, HostStorage, runs
 from .launches import Parts, Shape, why_not_tiled
 from .long_steps import Turn, missed_of, turns_of
 from .moves import LIMIT, Moves, Shared
-from .pinned import pinned
+from .pinned import copy, pinned
 from .split import Constants
 from .steps import Steps, fusion_of_call, steps_of
 
@@ -228,7 +228,7 @@ class Cuda:
             for i, j in runs(experts)
             for to, storage, each in self._lines[there]
         )
-        cuda.copy(copies, cuda.stream(self.device))
+        copy(copies, cuda.stream(self.device))
 
     def _in_pieces(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """A long step without room for copies: as many short ones as it takes."""
@@ -260,7 +260,7 @@ class Cuda:
             for i, j in runs(experts)
             for n, t in away.items()
         )
-        cuda.copy(copies, cuda.stream(self.device))
+        copy(copies, cuda.stream(self.device))
         self._long += Counters(copied=len(experts))
 
     def unpacker(

@@ -4,6 +4,7 @@ storage = pinned(tensor)       # a tensor of `pages.empty`, 2 MiB or more; PinEr
 storage.address                # at which kernels find it; unpinned when `storage` is no more
 staging = Staging({"rows": 4096, "ids": 64})    # memory of our own, pinned
 staging.addresses["rows"]                       # on the GPU; staging.tensors["rows"]: u8
+copy([(to, source, nbytes)], stream)            # between addresses of any memory
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..errors import BuildError, PinError
 from ..layouts import ceil_to
-from ..runtime import cuda
+from ..runtime.driver import checked, driver, make_current
 
 _LINE = 256  # bytes: what arrays of a staging begin at multiples of
 
@@ -38,7 +39,7 @@ class Pinned:
         if not pin:
             return
         try:
-            self.address = cuda.pin(self.address, t.nbytes)
+            self.address = pin_memory(self.address, t.nbytes)
         except BuildError as error:
             raise _refused(t.nbytes, error) from None
         self._undo = weakref.finalize(self, _unpin, t.data_ptr(), os.getpid())
@@ -79,7 +80,34 @@ class Staging:
 
 def _unpin(address: int, process: int) -> None:
     if os.getpid() == process:
-        cuda.unpin(address)
+        unpin_memory(address)
+
+
+def pin_memory(address: int, nbytes: int) -> int:
+    """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
+    address that kernels read it at. BuildError if the driver refuses.
+    """
+    make_current()
+    d = driver()
+    flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
+    checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
+    return int(checked(d.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+
+
+def unpin_memory(address: int) -> None:
+    """Releases memory that `pin_memory` pinned."""
+    make_current()
+    checked(driver().cuMemHostUnregister(address), "cuMemHostUnregister")
+
+
+def copy(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
+    """Begins copies (to, from, bytes) between addresses of any memory, without what torch does for
+    each, which takes the host longer than a small expert takes PCIe.
+    """
+    make_current()
+    run = driver().cuMemcpyAsync
+    for to, source, nbytes in copies:
+        checked(run(to, source, nbytes, stream), "cuMemcpyAsync")
 
 
 def _refused(wanted: int, error: BuildError) -> PinError:

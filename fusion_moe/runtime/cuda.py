@@ -12,7 +12,6 @@ Kernels report faults in words of pinned memory: faults.py.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import prod
@@ -141,36 +140,6 @@ def capturing() -> bool:
     or loaded.
     """
     return torch.cuda.is_current_stream_capturing()
-
-
-# Memory of the host -------------------------------------------------------------------------------
-
-
-def pin(address: int, nbytes: int) -> int:
-    """Pins memory of the host, which must have pages of its own, and maps it on all devices. The
-    address that kernels read it at. BuildError if the driver refuses.
-    """
-    make_current()
-    d = driver()
-    flags = d.CU_MEMHOSTREGISTER_PORTABLE | d.CU_MEMHOSTREGISTER_DEVICEMAP
-    checked(d.cuMemHostRegister(address, nbytes, flags), "cuMemHostRegister")
-    return int(checked(d.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
-
-
-def unpin(address: int) -> None:
-    """Releases memory that `pin` pinned."""
-    make_current()
-    checked(driver().cuMemHostUnregister(address), "cuMemHostUnregister")
-
-
-def copy(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
-    """Begins copies (to, from, bytes) between addresses of any memory, without what torch does for
-    each, which takes the host longer than a small expert takes PCIe.
-    """
-    make_current()
-    run = driver().cuMemcpyAsync
-    for to, source, nbytes in copies:
-        checked(run(to, source, nbytes, stream), "cuMemcpyAsync")
 
 
 # Launches -----------------------------------------------------------------------------------------

@@ -104,13 +104,13 @@ def gpu(folder, monkeypatch):
                 )
 
     fake = SimpleNamespace(index_of=lambda _: 0, stream=lambda _: 0, capturing=lambda: False)
-    fake.copy = lambda copies, _: [ctypes.memmove(*each) for each in copies]
     for module in (cuda, moves):
         monkeypatch.setattr(module, "torch", OnCpu())
         monkeypatch.setattr(module, "cuda", fake)
     monkeypatch.setattr(moves, "Kernel", Kernel)
     monkeypatch.setattr(moves, "Staging", lambda sizes: Staging(sizes, pin=False))
     monkeypatch.setattr(cuda, "pinned", lambda t: Pinned(t, pin=False))
+    monkeypatch.setattr(cuda, "copy", lambda of, _: [ctypes.memmove(*each) for each in of])
     monkeypatch.setattr(cuda, "_wait", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     with torch.no_grad():
@@ -313,8 +313,8 @@ def test_memory_that_the_driver_does_not_pin_is_an_error_before_anything_moves(m
         return address
 
     monkeypatch.setattr(cuda, "pinned", pinned.pinned)
-    monkeypatch.setattr(pinned.cuda, "pin", pin)
-    monkeypatch.setattr(pinned.cuda, "unpin", held.remove)
+    monkeypatch.setattr(pinned, "pin_memory", pin)
+    monkeypatch.setattr(pinned, "unpin_memory", held.remove)
     layers = [encoded("nvfp4"), encoded("nvfp4")]  # each has four large tensors
     model, (x, ids, w) = torch.nn.Sequential(*layers), tokens(9)
     want = [layer(x, ids, w) for layer in layers]
