@@ -181,9 +181,9 @@ def dequantized_weight(k: int, n: int) -> tuple[Quantized, torch.Tensor]:
 @pytest.mark.parametrize("tier", TIERS)
 def test_long_rows_exactly(tier):
     """Of which a work tile has fewer, where all are to lie in a cache: groups of several work
-    tiles, the last one not whole.
+    tiles, the last one not whole; and three rows that lie there, and four that do not.
     """
-    k, n, ends = 4224, 16, torch.tensor([250, 250, 257, 370], dtype=torch.int32)
+    k, n, ends = 4224, 16, torch.tensor([250, 253, 257, 370], dtype=torch.int32)
     x, weight = small_integers(370, k), exact_weight(4, n, k)
     group = torch.bucketize(torch.arange(370), ends, right=True)
     want = torch.einsum("mk,mnk->mn", x.float(), dequantize(weight)[group])

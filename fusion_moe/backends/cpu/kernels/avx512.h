@@ -367,6 +367,10 @@ struct Avx512Dots {
     }
 };
 
+// What stays in the first-level cache beside codes.
+template <class Run, int MAX_ROWS, class Weight>
+constexpr i64 MOST_OF_ROWS<Avx512Dots<Run, MAX_ROWS, Weight>> = i64(1) << 14;
+
 template <class Weight>
 struct Avx512Isa : VectorIsa {
     using Wide = Panels<Avx512<Weight>>;

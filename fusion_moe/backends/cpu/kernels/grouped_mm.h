@@ -147,7 +147,7 @@ class GroupedMM {
     template <class Kernel, class... Others>
     bool dispatch(Kernels<Kernel, Others...>, const WorkTile& work_tile, ThreadState& state) const {
         if constexpr (sizeof...(Others) > 0) {
-            if (work_tile.rows > Kernel::MAX_ROWS)
+            if (!Kernel::takes(work_tile.rows, K))
                 return dispatch(Kernels<Others...>{}, work_tile, state);
         }
         return run<Kernel, true>(work_tile, state);

@@ -15,6 +15,10 @@
 
 namespace {
 
+// How many activations of three rows or more `small_m` takes at most.
+template <class Vectors>
+constexpr i64 MOST_OF_ROWS = i64(1) << 62;
+
 // Small M: products straight from the codes.
 template <class Vectors>
 struct SmallM {
@@ -22,6 +26,9 @@ struct SmallM {
     using Packed = typename Vectors::Packed;
     using Columns = typename Vectors::Weight::Columns;
     static constexpr i64 MAX_ROWS = Vectors::SMALL_M;
+    static bool takes(i64 rows, i64 K) {
+        return rows <= MAX_ROWS && (rows <= 2 || rows * K <= MOST_OF_ROWS<Vectors>);
+    }
     static constexpr int MIN_EXPONENT = Vectors::MIN_EXPONENT, MAX_EXPONENT = Vectors::MAX_EXPONENT;
 
     static void pack(const Activation* const* x, i64 rows, Packed* packed, i64 stride, i64 K) {
