@@ -20,12 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import backends, options
-from ..backends.cpu.join import Joined
-from ..compile import program_of
-from ..definitions.operations import SPECS, Call, bind, each_tensor
+from ..definitions.operations import each_tensor
 from ..encodings import ENCODINGS, Encoding, Part
 from ..errors import UnsupportedError
-from ..ir.text import text
 from ..layouts import W16X64, check_ids
 from ..runtime import cuda
 from ..runtime.host_memory import pages
@@ -34,8 +31,9 @@ from .launches import Parts, Shape, why_not_tiled
 from .long_steps import Turn, missed_of, turns_of
 from .moves import LIMIT, Moves, Shared
 from .pinned import copy, pinned
+from .requester import register
 from .split import Constants
-from .steps import Steps, fusion_of_call, steps_of
+from .steps import Steps, steps_of
 
 CAPACITY = 512  # rows of experts of a step that decodes
 
@@ -98,24 +96,9 @@ class Cuda:
         first = self._cached + self.spare // 2  # where long steps have them as they are on the host
         self._packed = Parts(shapes, [t[first:].data_ptr() for t in slots], slots)
         costs, e = astuple(self.constants), self.storage.experts
-        return Moves(parts, e, self._cached, self.limit, costs, self.shared, self._on_cpu())
-
-    def _on_cpu(self) -> int:
-        """Registers the layer with the worker, and the programs of its storage for more and more
-        rows. Its number.
-        """
-        shared, tensors = self.shared, self.shared.staging.tensors
-        x = tensors["rows"].view(shared.dtype).view(shared.capacity, -1)
-        ids = tensors["ids"].view(torch.int32).view(-1, 1)
-        w = tensors["weights"].view(torch.float32).view(-1, 1)
-        powers = [2**i for i in range(shared.capacity.bit_length()) if 2**i < shared.capacity]
-        results, weights = [], list[Tensor]()
-        for rows in (*powers, shared.capacity):
-            arguments = self.storage.arguments(x[:rows], ids[:rows], w[:rows], self.storage.tensors)
-            call = bind(SPECS["fused_experts"], (), arguments)
-            weights = weights or [*call.tensors.values()][3:]
-            results.append((rows, host_program(call)))
-        return shared.model.layer(shared.model.programs(results), weights, self.storage.in_files)
+        shared = self.shared
+        layer = register(shared.model, self.storage, shared.dtype, shared.capacity)
+        return Moves(parts, e, self._cached, self.limit, costs, shared, layer)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
@@ -367,24 +350,6 @@ def _aligned(x: Tensor) -> Tensor:
 def _wait(device: torch.device, process: int) -> None:
     if os.getpid() == process and not cuda.capturing():
         torch.cuda.synchronize(device)
-
-
-def host_program(call: Call) -> list[int]:
-    """The launch plan, for C++, of what the worker runs for a call of the operation on the CPU.
-    UnsupportedError if there is no one call of C++ for it.
-    """
-    program = program_of(text(fusion_of_call(call)), torch.device("cpu"))
-    tensors = [*call.tensors.values()]
-    joined, sizes = program.joined, program.sizes(tensors, {})
-    plan = joined.plan_in(sizes).numbers(tensors) if isinstance(joined, Joined) else None
-    if plan is None:
-        why = next((k.why for k in program.kernels if k.why), "a kernel is not in C++")
-        raise UnsupportedError(
-            f"these experts on the CPU: {why}",
-            expected="experts that one call of C++ computes",
-            where="offload",
-        )
-    return plan
 
 
 def large_of(storage: HostStorage) -> dict[str, Tensor]:

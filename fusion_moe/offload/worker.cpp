@@ -317,8 +317,6 @@ void offload_remove(Worker* worker, Model* model) {
 
 void offload_pause(Worker* worker, int still) { worker->pause(still != 0); }
 
-void offload_wake(Worker* worker) { worker->wake(); }
-
 // What a GPU does, by a thread: hands over rows that lie in the model's memory. How often that was
 // done.
 unsigned long long offload_submit(Worker* worker, Model* model, int layer, int rows) {

@@ -76,7 +76,7 @@ class Model:
 
     def programs(self, plans: Sequence[tuple[int, Sequence[int]]]) -> int:
         """Registers programs of the CPU and returns their number with the worker. plans: (most
-        rows, launch plan as numbers by `host_program`), with more rows from one to the next.
+        rows, launch plan as numbers), with more rows from one to the next.
         """
         numbers = [len(plans)]
         for rows, plan in plans:
@@ -149,7 +149,6 @@ def library() -> ctypes.CDLL:
         ("programs", [address, address, address, number], number),
         ("layer", [address, address, number, address, number], number),
         ("remove", [address, address], None),
-        ("wake", [address], None),
         ("pause", [address, ctypes.c_int], None),
         ("submit", [address, address, ctypes.c_int, ctypes.c_int], ctypes.c_ulonglong),
         ("await", [address, ctypes.c_ulonglong, number], ctypes.c_int),
