@@ -17,7 +17,7 @@ from torch._inductor import config
 from fusion_moe import FusionDefinition, options
 from fusion_moe.frontends.inductor.compile_graph import compile_calls
 from fusion_moe.frontends.inductor.fusion_pass import FusionPass
-from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.kinds import OWN
 from fusion_moe.runtime.check import check_stages
 
 from . import NUMBERS, examples, hostile
@@ -61,7 +61,7 @@ def test_regions_mean_what_eager_computes(rng):
 @pytest.mark.exhaustive
 def test_a_fault_is_found(monkeypatch):
     """relu that forgets what is negative"""
-    monkeypatch.setitem(KINDS, "relu", replace(KINDS["relu"], evaluate=lambda x: (x,)))
+    monkeypatch.setitem(OWN, "relu", replace(OWN["relu"], evaluate=lambda x: (x,)))
     for rng in map(Random, range(60)):
         case = case_of(rng)
         if "aten.relu" in str(case) and isinstance(
