@@ -137,30 +137,17 @@ def differences(rollouts: Rollouts, order: str) -> dict[str, Tensor]:
     return found
 
 
-def main() -> int:
-    """0 if the reward rose."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=str(SMALL), help="a directory, in floats")
-    parser.add_argument("--steps", type=int, default=40, help="training steps")
-    parser.add_argument("--letter", default="e", help="what is rewarded")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
-    args = parser.parse_args()
-
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, experts_implementation="fusion_moe"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rollouts = Rollouts(policy, tokenizer)
-
-    print("log-probabilities, rollout - training step   mean     largest")
-    for order, name in ("free", "neither"), ("row", 'order="row"'):
-        for replay, found in differences(rollouts, order).items():
-            both = f"{name} and replay" if replay and order == "row" else replay or name
-            print(f"{both:42} {found.mean():.2e}   {found.max():.2e}")
+def trainer_of(
+    policy: PreTrainedModel,
+    tokenizer: Any,
+    args: argparse.Namespace,
+    rollouts: Any,
+    config: dict[str, Any],
+    **more: Any,
+) -> Trainer:
+    """A trainer by the command's arguments, whose steps ask `rollouts.of`. config: further fields
+    of GRPOConfig; more: further arguments of GRPOTrainer.
+    """
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [text.count(args.letter) / max(len(text), 1) for text in completions]
@@ -181,12 +168,52 @@ def main() -> int:
             report_to="none",
             save_strategy="no",
             use_cpu=not torch.cuda.is_available(),
+            **config,
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * args.steps}),
         processing_class=tokenizer,
-        rollout_func=rollouts,
+        **more,
     )
     trainer.rollouts = rollouts
+    return trainer
+
+
+def arguments(description: str | None, steps: int) -> argparse.ArgumentParser:
+    """The command's arguments, with so many steps by default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(SMALL), help="a directory, in floats")
+    parser.add_argument("--steps", type=int, default=steps, help="training steps")
+    parser.add_argument("--letter", default="e", help="what is rewarded")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
+    return parser
+
+
+def loaded(model: str) -> tuple[PreTrainedModel, Any]:
+    """The policy of a directory, in float32, and its tokenizer."""
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, experts_implementation="fusion_moe"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return policy, tokenizer
+
+
+def main() -> int:
+    """0 if the reward rose."""
+    args = arguments(__doc__, steps=40).parse_args()
+    policy, tokenizer = loaded(args.model)
+    rollouts = Rollouts(policy, tokenizer)
+
+    print("log-probabilities, rollout - training step   mean     largest")
+    for order, name in ("free", "neither"), ("row", 'order="row"'):
+        for replay, found in differences(rollouts, order).items():
+            both = f"{name} and replay" if replay and order == "row" else replay or name
+            print(f"{both:42} {found.mean():.2e}   {found.max():.2e}")
+
+    trainer = trainer_of(policy, tokenizer, args, rollouts, {}, rollout_func=rollouts)
     with fusion_moe.options.override(order="row"):
         trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

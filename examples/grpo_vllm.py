@@ -16,7 +16,6 @@ afterwards.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -29,11 +28,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this proc
 import torch
 import trl.generation.vllm_generation
 import trl.trainer.grpo_trainer
-from datasets import Dataset
-from grpo import PROMPTS, SMALL, TOKENS, Trainer, autocast
+from grpo import PROMPTS, TOKENS, arguments, autocast, loaded, trainer_of
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl import GRPOConfig
+from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
 import fusion_moe
@@ -139,59 +136,27 @@ def differences(rollouts: Rollouts, tokenizer: Any) -> dict[str, Tensor]:
 
 def main() -> int:
     """0 if the engine has other weights after training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=str(SMALL), help="a directory, in floats")
-    parser.add_argument("--steps", type=int, default=10, help="training steps")
-    parser.add_argument("--letter", default="e", help="what is rewarded")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
+    parser = arguments(__doc__, steps=10)
     parser.add_argument("--engine", type=json.loads, default={}, help="options of vLLM, as JSON")
     args = parser.parse_args()
 
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, experts_implementation="fusion_moe"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    policy, tokenizer = loaded(args.model)
     if policy.config.tie_word_embeddings and not torch.cuda.is_available():
         untie_(policy, tokenizer, tempfile.mkdtemp())
     fusion_moe.qat_(policy, "nvfp4", scales="max")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rollouts = Rollouts(policy, args.engine)
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [text.count(args.letter) / max(len(text), 1) for text in completions]
 
     trl.generation.vllm_generation.LLM = rollouts.start
     trl.trainer.grpo_trainer.VLLMGeneration = Colocated
-    trainer = Trainer(
-        policy,
-        reward_funcs=reward,
-        args=GRPOConfig(
-            tempfile.mkdtemp(),  # nothing is saved
-            max_steps=args.steps,
-            learning_rate=args.learning_rate,
-            per_device_train_batch_size=24,
-            num_generations=8,
-            max_completion_length=TOKENS,
-            gradient_checkpointing=False,
-            bf16=True,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=not torch.cuda.is_available(),
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.2,
-            vllm_max_model_length=256,
-            # a rollout's experts are the training step's; nothing is to be corrected
-            vllm_importance_sampling_correction=False,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * args.steps}),
-        processing_class=tokenizer,
-    )
-    trainer.rollouts = rollouts
+    colocated = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.2,
+        "vllm_max_model_length": 256,
+        # a rollout's experts are the training step's; nothing is to be corrected
+        "vllm_importance_sampling_correction": False,
+    }
+    trainer = trainer_of(policy, tokenizer, args, rollouts, colocated)
     # the flag is the engine's alone
     flag = "row" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else None
     with fusion_moe.options.override(order=flag or fusion_moe.options.current().order):
