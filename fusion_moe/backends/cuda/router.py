@@ -18,7 +18,7 @@ _WARPS = {4: 4, 8: 8, 16: 16}
 HEADERS = ("router.cuh",)
 
 
-def made_first(
+def kernel_and_operations(
     source: Source, op: Op, sizes: Sizes, any_size: bool
 ) -> tuple[KernelSource, list[Op]]:
     """The kernel of `topk_ids` or `topk_weights`, and the operations that it computes: with a
@@ -28,10 +28,10 @@ def made_first(
     _need_small(op)
     tokens = value(plain(op.values[0].type.shape[0]), sizes)
     few = () if any_size else (w for most, w in _WARPS.items() if tokens <= most)
-    return source.once(_made_first, source, op, next(iter(few), 0))
+    return source.once(_kernel_and_operations, source, op, next(iter(few), 0))
 
 
-def _made_first(source: Source, op: Op, warps: int) -> tuple[KernelSource, list[Op]]:
+def _kernel_and_operations(source: Source, op: Op, warps: int) -> tuple[KernelSource, list[Op]]:
     """warps: of the block that sorts the rows too; 0: none does."""
     if op.kind.name == "topk_weights":
         body = _weights(source, [op], _given_expert(source, op, source.made_later))

@@ -32,7 +32,7 @@ def made_first(
             continue
         with naming(op):
             if op.kind.name in ("topk_ids", "topk_weights"):
-                kernel, ops = router.made_first(source, op, sizes, any_size)
+                kernel, ops = router.kernel_and_operations(source, op, sizes, any_size)
                 found.append(kernel)
                 done.update(ops)
             elif op.kind.name == "route":
