@@ -149,10 +149,18 @@ def test_the_page_of_serving(written):
     soaked |= {"apart": [0.03] * 999, "most apart": 0.1, "grown_mib": [0, 1]}
     soaked |= {"restart_s": 70.0, "apart after a restart": 0.0}
     servers = {"nvfp4": {"fusion_moe": {"start_s": 60.0, "soak": soaked}}}
+    kinds["died"] = {"gpu": "a GPU", "decode": {"1": {"ms": [1.0]}}}
+    plain = {"numbers": [{"logprobs": [-1.0, -2.0]}], "start_s": 3.0}
+    drafts = {"numbers": [{"logprobs": [-1.0, -2.25]}], "drafts, taken": [9, 4]}
+    cases = {"plain": plain, "mtp": drafts, "tensorizer": {"failed": "exit status 1"}}
     record = {"versions": {"vllm": "0.32.0"}, "engines": {"nvfp4": kinds}, "servers": servers}
+    record |= {"cases": {"glm": cases}}
     serving_page.page(record)
     text = (written / "serving.md").read_text()
     assert "| ratio by the GPU | 1.50x | 1.50x | 1.50x |" in text
+    assert "died" not in text
+    assert "| mtp | 0.2500 | drafts, taken: [9, 4] |" in text
+    assert "| tensorizer |  | failed: exit status 1 |" in text
     assert "| fusion_moe, ms by the GPU, experts alone | 1.1 | 1.1 | 1.1 |" in text
     assert "| adapters, in all requests, ms by the clock | 2.5 | 2.5 |  |" in text
     assert "| 60 | 3.00 | 12 | 1.25x |" in text

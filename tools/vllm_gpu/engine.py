@@ -5,7 +5,8 @@
 Prompts are token ids. `--turn FILE`: engines that start side by side are measured one at a time,
 under a lock of this file, once it says "all are ready". With `--tensor-parallel-size` the ranks are
 processes of their own, whose kernels this one does not see: there are times by the clock alone.
-With `--adapter`, decoding is measured once more, all requests with an adapter of experts.
+With `--adapter`, decoding is measured once more, all requests with an adapter of experts. The file
+is written after each part.
 """
 
 from __future__ import annotations
@@ -178,22 +179,23 @@ def lengths(engine: Engine, count: int) -> dict[str, Any]:
     }
 
 
-def measured(engine: Engine, count: int, adapter: Path | None) -> dict[str, Any]:
-    """Everything of an engine, with this many lengths of prompts."""
+def measured(engine: Engine, count: int, adapter: Path | None) -> Iterator[dict[str, Any]]:
+    """What is known of an engine after each part, at last with this many lengths of prompts."""
     engine.generate(engine.prompts(2, 20, seed=1), 4)
     found = {
         "start_s": engine.start_s,
         "gpu": torch.cuda.get_device_name(),
         "reserved_gib": torch.cuda.memory_reserved() / 2**30 - 2 if engine.is_here else None,
-        "numbers": numbers(engine),
-        "decode": {n: decode(engine, n) for n in SEQUENCES},
-        "prefill": prefill(engine),
-        "lengths": lengths(engine, count),
     }
+    yield found
+    yield (found := found | {"numbers": numbers(engine)})
+    for n in SEQUENCES:
+        yield (found := found | {"decode": found.get("decode", {}) | {n: decode(engine, n)}})
+    yield (found := found | {"prefill": prefill(engine)})
+    yield (found := found | {"lengths": lengths(engine, count)})
     if adapter is not None:
         engine.adapter = LoRARequest("adapter", 1, str(adapter))
-        found["adapted"] = {n: decode(engine, n) for n in SEQUENCES}
-    return found
+        yield found | {"adapted": {n: decode(engine, n) for n in SEQUENCES}}
 
 
 def main() -> None:
@@ -216,7 +218,9 @@ def main() -> None:
         given["lora_target_modules"] = ["experts"]
     engine = Engine(asked.model, **given)
     with _turn(asked.turn, asked.out):
-        asked.out.write_text(json.dumps(measured(engine, asked.lengths, adapter)))
+        for found in measured(engine, asked.lengths, adapter):
+            print(f"measured: {list(found)[-1]}", flush=True)
+            asked.out.write_text(json.dumps(found))
 
 
 @contextmanager

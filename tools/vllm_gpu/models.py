@@ -98,8 +98,7 @@ def make(folder: Path, name: str, layers: int | None = None) -> Path:
         index.update(dict.fromkeys(held, file))
     written = {"metadata": {}, "weight_map": index}
     (made / "model.safetensors.index.json").write_text(json.dumps(written))
-    _tokenizer(config["vocab_size"]).save(str(made / "tokenizer.json"))
-    (made / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    write_tokenizer(made, config["vocab_size"])
     (made / "config.json").write_text(json.dumps(config))
     return made
 
@@ -126,11 +125,12 @@ def adapter(model: Path) -> Path:
     return made
 
 
-def _tokenizer(size: int) -> Tokenizer:
-    """Token i is the word "ti"."""
+def write_tokenizer(folder: Path, size: int) -> None:
+    """One whose token i is the word "ti"."""
     made = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return made
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def _normal(g: torch.Generator, *shape: int, std: float = 0.02) -> Tensor:

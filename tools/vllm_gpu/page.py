@@ -27,9 +27,12 @@ def page(record: Found) -> Path:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [f"{versions}. Ratios: how many times as fast as the fastest of vLLM's own."]
     for title, kinds in record.get("engines", {}).items():
-        parts += [f"## {title}: engine", _engine(kinds), *_numbers(kinds)]
+        if whole := {kind: found for kind, found in kinds.items() if "lengths" in found}:
+            parts += [f"## {title}: engine", _engine(whole), *_numbers(whole)]
     for model, kinds in record.get("servers", {}).items():
         parts += [f"## {model}: server", _server(kinds), *_soaks(kinds)]
+    for model, cases in record.get("cases", {}).items():
+        parts += [f"## {model}: beside the clock", _cases(cases)]
     return write("serving", "tools/vllm_gpu", *parts)
 
 
@@ -83,9 +86,7 @@ def _numbers(kinds: Found) -> Iterator[str]:
         if kind == OURS:
             continue
         pairs = list(zip(kinds[OURS]["numbers"], found["numbers"], strict=True))
-        apart = [
-            abs(a - b) for x, y in pairs for a, b in zip(x["logprobs"], y["logprobs"], strict=True)
-        ]
+        apart = [abs(a - b) for a, b in _pairs(kinds[OURS]["numbers"], found["numbers"])]
         same = sum(x["tokens"] == y["tokens"] for x, y in pairs)
         yield (
             f"Log-probabilities differ from those with {kind} by {statistics.mean(apart):.4f} on "
@@ -132,6 +133,28 @@ def _soaks(kinds: Found) -> Iterator[str]:
                 f"{soaked['most apart']:.3f} (all). Malformed: {refused}. Memory grew by {gpu} MiB "
                 f"on the GPU, {host} on the host.{again}"
             )
+
+
+def _cases(cases: Found) -> str:
+    """A row for each: how far its answers are from plain ones, and what else it found."""
+    plain, rows = cases.get("plain", {}).get("numbers"), []
+    for name, found in cases.items():
+        answers = found.get("numbers")
+        apart = (
+            f"{max(abs(a - b) for a, b in _pairs(answers, plain)):.4f}" if plain and answers else ""
+        )
+        more = {k: v for k, v in found.items() if k not in ("numbers", "awake", "flag")}
+        rows.append([name, apart, "; ".join(f"{k}: {_told(v)}" for k, v in more.items())])
+    return table(["", "log-probabilities of prompts apart from plain", "found"], rows)
+
+
+def _told(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _pairs(found: Any, other: Any) -> Iterator[tuple[float, float]]:
+    for x, y in zip(found, other, strict=True):
+        yield from zip(x["logprobs"], y["logprobs"], strict=True)
 
 
 def _ms(ms: float) -> str:
