@@ -13,12 +13,15 @@ import torch
 from hypothesis import given, strategies as st
 
 from fusion_moe.backends.cxx.indices import (
+    ONE,
     Call,
     Index,
     Number,
     Variable,
+    bounds,
     flat,
     is_index,
+    progression,
     reshaped,
     size,
     unflat,
@@ -57,6 +60,47 @@ def test_an_index_is_worth_what_python_computes(drawn, j, k):
     index, meaning = drawn
     assert index.evaluate({"j": j, "k": k}) == meaning(j, k)
     assert eval(str(index).replace("/", "//"), {"j": j, "k": k}) == meaning(j, k)
+
+
+@given(indices(), st.integers(1, 40))
+def test_bounds_hold(drawn, below):
+    index = drawn[0].replaced("k", J)
+    values, found = [index.evaluate({"j": j}) for j in range(below)], bounds(index, below)
+    assert found is None or (found[0] <= min(values) and max(values) <= found[1])
+
+
+@given(indices(), st.integers(1, 16))
+def test_a_progression_is_one(drawn, count):
+    index = drawn[0].replaced("k", J)
+    found = progression(index, count)
+    for first in range(0, 8 * count, count) if found else ():
+        start, *others = [index.evaluate({"j": first + v}) for v in range(count)]
+        assert others == [start + found[0] * v for v in range(1, count)]
+        assert start % found[1] == 0 if found[1] else start == 0
+
+
+RUNS = J // Number(32) * Number(64) + J % Number(32)  # of 32 columns each, every other one
+
+
+@pytest.mark.parametrize(
+    ("index", "count", "progress", "bounded"),
+    [
+        (J, 8, (1, 8), (0, 2**40 - 1)),
+        (J + Number(768), 512, (1, 256), (768, 2**40 + 767)),
+        (J % Number(768), 8, (1, 8), (0, 767)),
+        (J // Number(768), 8, (0, 1), (0, (2**40 - 1) // 768)),
+        (J * Number(2) + ONE, 8, (2, 1), (1, 2**41 - 1)),
+        (RUNS + Number(32), 8, (1, 8), (32, 2**41 - 1)),
+        (RUNS, 32, (1, 32), (0, 2**41 - 33)),
+        (RUNS, 64, None, (0, 2**41 - 33)),
+        (J % Number(12), 8, None, (0, 11)),
+        (Call("f", (J,)), 8, None, None),
+    ],
+)
+def test_nothing_counts_through_columns(index, count, progress, bounded):
+    """There may be 2^40 of them."""
+    assert progression(index, count) == progress
+    assert bounds(index, 2**40) == bounded
 
 
 @given(indices())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
 from ...errors import UnsupportedError
 from ...ir import Value
@@ -17,6 +16,7 @@ from ..cxx import (
     Index,
     ProductPlan,
     Variable,
+    follow,
     formula,
     inner,
     is_index,
@@ -197,7 +197,7 @@ class _Writer(SegmentWriter):
     def _stored(self, v: Value, name: str, place: Index) -> list[str]:
         """Stores sixteen columns of a value, contiguous or not."""
         row = f"{self.names[v]} + m * {self.plan.width_of(v)}"
-        if self._side_by_side(place):
+        if follow(place, 16, 1):
             return [
                 "{",
                 "    const i64 j = j0;",
@@ -209,10 +209,6 @@ class _Writer(SegmentWriter):
             f"    ({row})[{place}] = held<{stored(v)}>({name}[i]);",
         ]
         return ["for (i64 i = 0; i < count; ++i) {", *each, "}"]
-
-    def _side_by_side(self, place: Index) -> bool:
-        at = [place.evaluate({_J.name: j}) for j in range(self.plan.width)]
-        return all(b == a + 1 for j, (a, b) in enumerate(pairwise(at)) if (j + 1) % 16 != 0)
 
     def store_run(self) -> list[str]:
         """Stores sixteen columns after sixteen columns, while the memory of the next ones is

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import UnsupportedError
-from ..cxx import Index
+from ..cxx import Index, follow
 
 TILE = 16
 _WHOLE = 4  # tiles that make whole columns of any result, on which kernels rely
@@ -70,22 +70,17 @@ def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
     columns are in neither order.
     """
     need_whole(read)
-    numbers = [[column.evaluate({"j": j}) for j in range(width)] for column in read]
-    if all(_separate_tiles(n, aligned) for n in numbers):
+    if all(follow(column, TILE, TILE if aligned else 1) for column in read):
         return Columns(tuple(read), width, TILE)
-    if len(read) == 2 and _interleaved(numbers):
+    if len(read) == 2 and _interleaved(
+        [[column.evaluate({"j": j}) for j in range(width)] for column in read]
+    ):
         return Columns(tuple(read), width, TILE // 2)
     raise UnsupportedError(
         f"a result whose columns are made of the columns {', '.join(map(str, read))} of the "
         "product has no kernel here",
         expected="runs of 16 columns, or gate and up within 16",
     )
-
-
-def _separate_tiles(read: Sequence[int], aligned: bool) -> bool:
-    firsts = read[::TILE]
-    follow = all(read[j] == firsts[j // TILE] + j % TILE for j in range(len(read)))
-    return follow and not (aligned and any(first % TILE for first in firsts))
 
 
 def _interleaved(read: Sequence[Sequence[int]]) -> bool:

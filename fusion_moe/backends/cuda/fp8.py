@@ -20,6 +20,7 @@ from ..cxx import (
     ProductPlan,
     Variable,
     base_of,
+    follow,
     made_by_route,
     scale_class,
     size,
@@ -42,7 +43,7 @@ from .mma_tile import mma_tile
 from .routing import made_first
 from .source import Array, Boxes, KernelSource, Sizes
 from .variants import Variant
-from .vectors import VECTOR, VectorElements, follow
+from .vectors import VECTOR, VectorElements
 
 NEEDS = ("mma.e4m3", "cp.async")  # of products of codes: by fp8_mma.cuh, or by fp8.cuh
 ROWS = (FP8_ROWS.name,)  # encodings of rows
@@ -70,7 +71,7 @@ class DecodedRows(ByVariants):
         super().__init__(plan)
         for v in plan.rows if plan.quantized else ():
             self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
-        self._box_rows = _box_rows(self.columns.read, plan.width)
+        self._box_rows = _box_rows(self.columns.read)
         self._in_codes = plan.encoding.name in LINEAR_WEIGHTS and plan.layout == "linear"
         if self._in_codes and not self._box_rows:  # other kernels for this layout are for few rows
             ops = self.fusion.ops
@@ -348,12 +349,12 @@ class CodesWgrad(Wgrad):
         return [*made_first(self, sizes, chosen.any_size), product]
 
 
-def _box_rows(read: Sequence[Index], width: int) -> int:
+def _box_rows(read: Sequence[Index]) -> int:
     """How many rows of the matrix follow each other wherever columns of the result read it: of half
     a tile, or of a run, which lies in one block; 0: fewer.
     """
     runs = _HALF // len(read), _RUN
-    return next((n for n in runs if all(follow(c, width, n, _RUN) for c in read)), 0)
+    return next((n for n in runs if all(follow(c, n, _RUN) for c in read)), 0)
 
 
 def _parts(source: DecodedRows) -> tuple[Value, Value]:

@@ -19,6 +19,7 @@ from ..cxx import (
     ProductPlan,
     Variable,
     WgradPlan,
+    follow,
     inner,
     reshaped,
     size,
@@ -31,7 +32,7 @@ from .heuristics import Chosen
 from .mma_tile import MMA_NEEDS, MMA_THREADS, mma_tile, warp_columns
 from .routing import made_first
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
-from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
+from .vectors import VECTOR, Store, VectorElements
 
 NEEDS = ("wgmma", "setmaxnreg", "TMA")  # of the kernels in product_wgmma.cuh
 DTYPES = ("bf16", "f16")
@@ -192,7 +193,7 @@ class Gemm(PlannedSource):
         """
         plan = self.plan
         need_whole(columns)
-        if plan.kind == "dgrad" and not all(in_vectors(c, plan.width) for c in columns):
+        if plan.kind == "dgrad" and not all(follow(c, VECTOR, VECTOR) for c in columns):
             raise UnsupportedError(
                 "a result of columns that do not follow each other has no kernel here",
                 expected="aligned runs of 8",
@@ -234,7 +235,7 @@ class Gemm(PlannedSource):
             if self.plan.kind == "dgrad"
             else [n for n in _BOX_ROWS if self._tile_n // self._columns_read % n == 0]
         )
-        return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
+        return next((n for n in counts if all(follow(c, n, VECTOR) for c in columns)), 0)
 
 
 class Wgrad(Source):

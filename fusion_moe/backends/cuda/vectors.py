@@ -11,9 +11,11 @@ from ...ir import Op, Value, plain
 from ..cxx import (
     Expression,
     Index,
+    Number,
     Statement,
     Variable,
     flat,
+    follow,
     formula,
     hoisted,
     inner,
@@ -64,14 +66,13 @@ class VectorElements(SafeElements):
 
     def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
         width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
-        if (
-            not isinstance(width, int)
-            or width % VECTOR
-            or below % VECTOR
-            or at[-1].reads != {_J.name}
-        ):
-            return False
-        return in_vectors(at[-1], below) and not any(_J.name in i.reads for i in at[:-1])
+        return (
+            isinstance(width, int)
+            and width % VECTOR == below % VECTOR == 0
+            and at[-1].reads == {_J.name}
+            and follow(at[-1], VECTOR, VECTOR)
+            and not any(_J.name in i.reads for i in at[:-1])
+        )
 
 
 class WholeEights(VectorElements):
@@ -80,9 +81,12 @@ class WholeEights(VectorElements):
     """
 
     def _before(self, i: Index, end: Index) -> Expression:
-        below = self._below.get(_J.name, 1)
-        whole = end.reads == frozenset() and end.evaluate({}) % VECTOR == 0
-        if whole and i.reads == {_J.name} and in_vectors(i, below):
+        if (
+            isinstance(end, Number)
+            and end.value % VECTOR == 0
+            and i.reads == {_J.name}
+            and follow(i, VECTOR, VECTOR)
+        ):
             i = i.replaced(_J.name, FIRST)
         return super()._before(i, end)
 
@@ -103,7 +107,7 @@ class Store:
         name = f"result{len(self.arrays)}"
         self.arrays.append(f"Eight<{stored(v)}> {name};")
         self.kept.append(f"{name}.at[v] = {element};")
-        if self.width % VECTOR == 0 and stride % VECTOR == 0 and in_vectors(place, self.width):
+        if self.width % VECTOR == 0 and stride % VECTOR == 0 and follow(place, VECTOR, VECTOR):
             self.stores.append(
                 f"store_eight({array} + m * {stride} + {place.replaced(_J.name, FIRST)}, {name});"
             )
@@ -173,10 +177,11 @@ def _branches(body: Sequence[Statement], column: str) -> tuple[list[str], list[S
     changing = {_J.name, *(s.name for s in body if not isinstance(s, str))}
     lines, rest = list[str](), list[Statement]()
     for s in body:
-        if not isinstance(s, Choice) or _reads(s) & changing != {_J.name}:
-            rest.append(s)
-            continue
-        if any(_J.name in case.condition.reads for case in s.cases):
+        if (
+            not isinstance(s, Choice)
+            or _reads(s) & changing != {_J.name}
+            or any(_J.name in case.condition.reads for case in s.cases)
+        ):
             rest.append(s)
             continue
         lines.append(f"{s.type} {s.name}_of[{VECTOR}] = {{}};")
@@ -200,21 +205,3 @@ def _reads(s: Statement) -> set[str]:
         read = set[str]().union(*map(_reads, case.body), case.value.reads)
         results |= {*case.condition.reads} | (read - own)
     return results
-
-
-def in_vectors(column: Index, width: int) -> bool:
-    """Whether columns form aligned runs of eight adjacent ones, as a function of j below a
-    width.
-    """
-    return follow(column, width, VECTOR)
-
-
-def follow(column: Index, width: int, count: int, aligned: int = VECTOR) -> bool:
-    """Whether a vector of `count` elements can be read or written at once: whether the columns
-    column(j), j from 0 below `width`, are runs of `count` adjacent numbers that begin at multiples
-    of `aligned`.
-    """
-    numbers = [column.evaluate({_J.name: j}) for j in range(width)]
-    return all(
-        n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)
-    ) and not any(n % aligned for n in numbers[::count])

@@ -7,7 +7,18 @@ writer.py        a segment's struct
 
 from .elements import Elements, scale_class, stored
 from .epilogue import Epilogue
-from .indices import Call, Index, Number, Variable, flat, is_index, reshaped, size, unflat
+from .indices import (
+    Call,
+    Index,
+    Number,
+    Variable,
+    flat,
+    follow,
+    is_index,
+    reshaped,
+    size,
+    unflat,
+)
 from .orders import order_struct
 from .product_plan import (
     ACTIVATIONS,
@@ -52,6 +63,7 @@ __all__ = [
     "below",
     "branches",
     "flat",
+    "follow",
     "formula",
     "hoisted",
     "indented",

@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...ir import NARROW, Dim, Fusion, Op, Value, plain, types as ir
 from ...ir.kinds.eight_bits import TRAINED
 from ..inexpressible import Inexpressible, naming
-from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
+from .indices import ZERO, Call, Index, Number, Variable, bounds, flat, reshaped, size
 from .product_plan import base_of, known
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
@@ -314,11 +314,11 @@ class Elements:
 
     def _cat(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
         dim, start, parts = op.attrs["dim"], ZERO, []
-        values = self._values(at[dim])
+        bounds = self._bounds(at[dim])
         for x in op.values:
             end = start + size(x.type.shape[dim])
             inside = [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]]
-            if values and start.evaluate({}) <= min(values) and max(values) < end.evaluate({}):
+            if bounds and start.evaluate({}) <= bounds[0] and bounds[1] < end.evaluate({}):
                 return self.of(x, inside)
             parts.append((self._before(at[dim], end), x, inside))
             start = end
@@ -328,13 +328,12 @@ class Elements:
         """Whether an index comes before the end of a part."""
         return formula("{} < {}", i, end)
 
-    def _values(self, index: Index) -> list[int]:
-        """All values that an index can have; none if they are unknown."""
-        variables = index.reads
-        if len(variables) != 1 or not variables <= self._below.keys():
-            return []
-        (name,) = variables
-        return [index.evaluate({name: i}) for i in range(self._below[name])]
+    def _bounds(self, index: Index) -> tuple[int, int] | None:
+        """The least and the largest value that an index can have, if its only variable is known."""
+        names = index.reads & self._below.keys()
+        return (
+            bounds(index, self._below[min(names)]) if len(index.reads) == len(names) == 1 else None
+        )
 
     def _guarded(
         self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]

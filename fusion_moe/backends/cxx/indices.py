@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from operator import add, floordiv, mod, mul
 from typing import Any
 
@@ -223,6 +224,55 @@ def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -
         one_each = len(new[a]) == len(old[b]) == 1
         results += indices[a] if one_each else unflat(flat(indices[a], new[a]), old[b])
     return results
+
+
+def bounds(index: Index, below: int) -> tuple[int, int] | None:
+    """A least and a largest value of an index whose only variable counts from 0 up to below a
+    number. None: not known.
+    """
+    match index:
+        case Number(n):
+            return n, n
+        case Variable():
+            return 0, below - 1
+        case Operation("+", a, b) if (x := bounds(a, below)) and (y := bounds(b, below)):
+            return x[0] + y[0], x[1] + y[1]
+        case Operation("%", a, Number(n)) if (x := bounds(a, below)) and x[0] // n != x[1] // n:
+            return 0, n - 1
+        case Operation(operator, a, Number(n)) if x := bounds(a, below):
+            return _OPERATORS[operator](x[0], n), _OPERATORS[operator](x[1], n)
+    return None
+
+
+def progression(index: Index, count: int) -> tuple[int, int] | None:
+    """How an index of one variable j grows while j goes through `count` numbers from one of their
+    multiples on: (step, factor), if it begins at a multiple of `factor` and each further j adds
+    `step`. None: not known.
+    """
+    match index:
+        case Number(n):
+            return 0, n
+        case Variable():
+            return 1, count
+        case Operation("+", a, b) if (x := progression(a, count)) and (y := progression(b, count)):
+            return x[0] + y[0], gcd(x[1], y[1])
+        case Operation("*", a, Number(n)) if x := progression(a, count):
+            return x[0] * n, x[1] * n
+        case Operation("/" | "%" as operator, a, Number(n)) if x := progression(a, count):
+            (step, factor), length = x, max(1, x[0] * count)
+            if factor % length == n % length == 0:  # no run goes past a multiple of n
+                if operator == "%":
+                    return step, gcd(factor, n)
+                return 0, 1 if factor % n else factor // n
+    return None
+
+
+def follow(index: Index, count: int, aligned: int) -> bool:
+    """Whether a vector of `count` elements can be read or written at once: whether the columns
+    index(j) are runs of `count` adjacent numbers that begin at multiples of `aligned`.
+    """
+    step, factor = progression(index, count) or (0, 1)
+    return step == 1 and factor % aligned == 0
 
 
 def is_index(i: Index, own: Index, size: Dim) -> bool:
