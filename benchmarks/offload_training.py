@@ -1,6 +1,6 @@
 """A step with adapters whose experts are in the host's memory, beside a step with all experts
-on the GPU: milliseconds, those that copies alone would take, and whether all gradients are equal,
-bit for bit.
+on the GPU, in turns: milliseconds, those that copies alone would take, the GPU's peak, and whether
+all gradients are equal, bit for bit.
 
     python benchmarks/offload_training.py --layers 12 --tokens 16384 4096
     python benchmarks/offload_training.py --model qwen3-235b --layers 4 --files FOLDER
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -139,18 +139,36 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(model: Layers, given: tuple[Tensor, ...]) -> float:
-    """Of a step."""
-    times = []
+def milliseconds(models: Sequence[Layers], given: tuple[Tensor, ...]) -> list[tuple[float, float]]:
+    """Of a step of each model, which take turns; and GB of the GPU's memory at its peak."""
+    times, peaks = [list[float]() for _ in models], [0] * len(models)
+    x, ids, w = given
     for _ in range(WARM + STEPS):
-        model.zero_grad()
-        synchronize()
-        start = time.perf_counter()
-        x, ids, w = given
-        model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times[WARM:])[STEPS // 2]
+        for number, model in enumerate(models):
+            model.zero_grad()
+            before = begun()
+            start = time.perf_counter()
+            model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+            synchronize()
+            times[number].append(1e3 * (time.perf_counter() - start))
+            peaks[number] = max(peaks[number], peak() - before)
+            model.zero_grad()
+    middle = [sorted(each[WARM:])[STEPS // 2] for each in times]
+    return [(ms, nbytes / 1e9) for ms, nbytes in zip(middle, peaks, strict=True)]
+
+
+def begun() -> int:
+    """Bytes of the GPU's memory when a step begins, from which its peak is counted."""
+    synchronize()
+    if DEVICE.type == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak() -> int:
+    """Bytes of the GPU's memory."""
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
 
 
 def copies(model: Layers) -> float:
@@ -206,21 +224,18 @@ def main() -> None:
     if args.steps:
         many(built(args, away=True), inputs(args, args.tokens[0]), args.steps)
         return
-    there, results = built(args, away=False), {}
+    models = [built(args, away) for away in (False, True)]
     for tokens in args.tokens:
         given = inputs(args, tokens)
-        results[tokens] = milliseconds(there, given), [*step(there, *given)]
-    del there
-    away = built(args, away=True)
-    for tokens in args.tokens:
-        given, (resident, want) = inputs(args, tokens), results[tokens]
-        ms, link = milliseconds(away, given), copies(away)
-        equal = sum(a.cpu().equal(b.cpu()) for a, b in zip(step(away, *given), want, strict=True))
+        (resident, _), (ms, more) = milliseconds(models, given)
+        link, (want, found) = copies(models[1]), [[*step(m, *given)] for m in models]
+        equal = sum(a.cpu().equal(b.cpu()) for a, b in zip(found, want, strict=True))
         print(
             f"{args.model}, {args.format}, {args.layers} layers, {tokens:,} tokens, "
             f"{args.resident:.0%} there: "
             f"{ms:.1f} ms, all there {resident:.1f} ms, copies {link:.1f} ms: "
-            f"{max(resident, link) / ms:.3f} of what bounds it; {equal} of {len(want)} equal",
+            f"{max(resident, link) / ms:.3f} of what bounds it; a step takes {more:.2f} GB; "
+            f"{equal} of {len(want)} equal",
             flush=True,
         )
 

@@ -201,7 +201,7 @@ def test_bad_ids_are_told_as_on_the_gpu():
     assert torch.equal(found(x, ids, w), good)
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "fp8", "mxfp8", "bf16"])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "nf4", "fp8", "mxfp8", "bf16"])
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("slots", [0, 7])
 def test_gradients_of_adapters_are_those_of_experts_on_the_gpu(slots, in_files, encoding, tmp_path):
@@ -347,7 +347,9 @@ def test_biases():
     assert_near(found(*args), on_cpu(plain, *args))
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "uint4_64", "fp8", "mxfp8", "bf16"])
+@pytest.mark.parametrize(
+    "encoding", ["nvfp4", "mxfp4", "int4", "uint4_64", "nf4", "fp8", "mxfp8", "bf16"]
+)
 def test_copied_experts_are_as_a_module_on_the_gpu_has_them(encoding):
     plain, found = layer(encoding).cuda(), offloaded(layer(encoding), E)
     device = found.device

@@ -119,7 +119,9 @@ def test_libraries_train_the_same_model(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_peers, "DEVICE", "cpu")
     monkeypatch.setattr(finetune_peers, "WARM", 1)
     monkeypatch.setattr(finetune_peers, "STEPS", 1)
-    args = argparse.Namespace(config="tiny", layers=2, tokens=[64], resident=0.4, out=tmp_path)
+    args = argparse.Namespace(
+        config="tiny", layers=2, tokens=[64], resident=0.4, out=tmp_path, vocabulary=None
+    )
     losses = list[Any]()
     with torch.enable_grad():
         for name in ("fusion_moe", "offloaded"):
