@@ -191,11 +191,11 @@ def arguments(description: str | None, steps: int) -> argparse.ArgumentParser:
 
 
 def loaded(model: str) -> tuple[PreTrainedModel, Any]:
-    """The policy of a directory, in float32, and its tokenizer."""
+    """The policy of a directory, in float32, where it trains; and its tokenizer."""
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, experts_implementation="fusion_moe"
-    )
+    ).to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return policy, tokenizer

@@ -61,6 +61,18 @@ def test_code_for_other_gpus_is_zeroed(pack: ModuleType) -> None:
     assert trimmed == expected
 
 
+def test_attention_of_one_kind(pack: ModuleType) -> None:
+    """Of FlashAttention 3 what has these heads in bfloat16, and what is for all kinds."""
+    tile = "cute5tupleIJNS5_1CILi128EEENS7_ILi160EEENS7_ILi%dEEEEEELi%dENS_%s_tEfNS_4arch"
+    codes = {
+        kind: f"_ZN5flash25CollectiveMainloopFwdSm90ILi2EN4{tile % kind}".encode()
+        for kind in ((128, 128, "10bfloat16"), (64, 64, "10bfloat16"), (128, 128, "6half"))
+    }
+    codes["combine"] = b"_ZN5flash19FlashAttnFwdCombineIN4cuteENS_10bfloat16_tE"
+    kept = [kind for kind, code in codes.items() if pack._attends(128, code)]
+    assert kept == [(128, 128, "10bfloat16"), "combine"]
+
+
 def wheel(folder: Path, name: str, *requires: str, files: tuple[str, ...] = ()) -> None:
     (folder / name).mkdir(parents=True)
     with zipfile.ZipFile(folder / name / f"{name}-1.0-py3-none-any.whl", "w") as members:
@@ -97,7 +109,7 @@ def test_pieces_join(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
         ),
     )
     command = ["pack.py", "pack", str(tmp_path), "vllm", "--installed", str(tmp_path / "installed")]
-    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr("sys.argv", [*command, "--libraries", "_C_stable_libtorch"])
     pack.main()
     (piece,) = (tmp_path / "pieces").iterdir()
     data = piece.read_bytes()

@@ -1,4 +1,4 @@
-"""A call of each of vLLM's libraries and of its Triton attention on a GPU, beside torch's answer:
+"""A call of each of vLLM's libraries and of its attention on a GPU, beside torch's answer:
 seconds, where an engine takes a minute to die of a library that was left out or cut short.
 
     python tools/vllm_gpu/check.py
@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 Pair = tuple[Tensor, Tensor]  # what vLLM says, and torch
 
@@ -38,8 +40,10 @@ def topk(device: str) -> Pair:
     return weights, logits.softmax(-1).topk(8).values
 
 
-def attention(device: str) -> Pair:
-    """`_C` writes a cache, from which Triton's attention of vLLM reads: one prompt."""
+def _prompt(device: str) -> tuple[list[Tensor], dict[str, Any], Tensor]:
+    """Of one prompt: q, and keys and values in a cache that `_C` has written; what both kinds of
+    attention take of it, by the same names; what torch says.
+    """
     tokens, heads, few, wide, block = 40, 8, 2, 128, 16
     q, k, v = (
         torch.randn(tokens, n, wide, device=device, dtype=torch.bfloat16) for n in (heads, few, few)
@@ -51,32 +55,51 @@ def attention(device: str) -> Pair:
     one = torch.ones((), device=device)
     slots = torch.arange(tokens, device=device)
     ops.reshape_and_cache_flash(k, v, keys, values, slots, "auto", one, one)
+    given = {
+        "cu_seqlens_q": torch.tensor([0, tokens], device=device, dtype=torch.int32),
+        "max_seqlen_q": tokens,
+        "seqused_k": torch.tensor([tokens], device=device, dtype=torch.int32),
+        "max_seqlen_k": tokens,
+        "softmax_scale": wide**-0.5,
+        "causal": True,
+        "block_table": torch.arange(blocks, device=device, dtype=torch.int32)[None],
+    }
+    want = F.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    return [q, keys, values], given, want[0].transpose(0, 1)
+
+
+def triton(device: str) -> Pair:
+    """vLLM's attention in Triton."""
+    (q, keys, values), given, want = _prompt(device)
     y = torch.empty_like(q)
     unified_attention(
         q=q,
         k=keys,
         v=values,
         out=y,
-        cu_seqlens_q=torch.tensor([0, tokens], device=device, dtype=torch.int32),
-        max_seqlen_q=tokens,
-        seqused_k=torch.tensor([tokens], device=device, dtype=torch.int32),
-        max_seqlen_k=tokens,
-        softmax_scale=wide**-0.5,
-        causal=True,
         window_size=(-1, -1),
-        block_table=torch.arange(blocks, device=device, dtype=torch.int32)[None],
         softcap=0,
         q_descale=None,
         k_descale=None,
         v_descale=None,
+        **given,
     )
-    want = F.scaled_dot_product_attention(
-        *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
-    )
-    return y, want[0].transpose(0, 1)
+    return y, want
 
 
-CALLS: tuple[Callable[[str], Pair], ...] = norm, topk, attention
+def flash(device: str) -> Pair:
+    """FlashAttention 3, of `_vllm_fa3_C`; a prompt, and the last token of it."""
+    (q, keys, values), given, want = _prompt(device)
+    y = flash_attn_varlen_func(q=q, k=keys, v=values, fa_version=3, **given)
+    last = {"cu_seqlens_q": torch.tensor([0, 1], device=device, dtype=torch.int32)}
+    given |= last | {"max_seqlen_q": 1}
+    token = flash_attn_varlen_func(q=q[-1:], k=keys, v=values, fa_version=3, **given)
+    return torch.cat([y, token]), torch.cat([want, want[-1:]])
+
+
+CALLS: tuple[Callable[[str], Pair], ...] = norm, topk, triton, flash
 
 
 def main() -> int:

@@ -103,6 +103,28 @@ def make(folder: Path, name: str, layers: int | None = None) -> Path:
     return made
 
 
+def parameters(config: dict[str, Any], seed: int, form: str) -> Iterator[tuple[str, Tensor]]:
+    """A trainer's, of Qwen3 in bfloat16 on the GPU, by transformers' names. form: "whole", all
+    experts of a layer in one tensor, or "each".
+    """
+    g = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
+    experts = config["num_experts"]
+    yield from ((name, t.to(g.device)) for name, t in _outside(config, g).items())
+    for i in range(config["num_hidden_layers"]):
+        for name, t in _around_experts(config, i, g).items():
+            yield name, t.to(g.device)
+        (*_, inner, hidden), _, _ = _projections(config)
+        for name, n, k in ("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner):
+            t, before = _normal(g, experts, n, k), f"model.layers.{i}.mlp.experts"
+            if form == "whole":
+                yield f"{before}.{name}", t
+                continue
+            parts = ["down_proj"] if name == "down_proj" else ["gate_proj", "up_proj"]
+            for e, of in enumerate(t):
+                for part, matrix in zip(parts, of.chunk(len(parts)), strict=True):
+                    yield f"{before}.{e}.{part}.weight", matrix
+
+
 def adapter(model: Path) -> Path:
     """Writes model/adapter unless it is there: PEFT's files of a model of Qwen3, with factors for
     each of its experts.
@@ -168,12 +190,16 @@ def _attention(
             yield f"{layer}.self_attn.{name}.bias", _normal(g, n)
 
 
-def _qwen3_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
-    layer, hidden = f"model.layers.{i}", config["hidden_size"]
-    experts, ones = config["num_experts"], torch.ones(config["head_dim"], dtype=torch.bfloat16)
+def _around_experts(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
+    layer, ones = f"model.layers.{i}", torch.ones(config["head_dim"], dtype=torch.bfloat16)
     made = dict(_attention(config, layer, g))
     made |= {f"{layer}.self_attn.{name}_norm.weight": ones.clone() for name in "qk"}
-    made[f"{layer}.mlp.gate.weight"] = _normal(g, experts, hidden)
+    made[f"{layer}.mlp.gate.weight"] = _normal(g, config["num_experts"], config["hidden_size"])
+    return made
+
+
+def _qwen3_layer(config: dict[str, Any], i: int, g: torch.Generator) -> Tensors:
+    layer, experts, made = f"model.layers.{i}", config["num_experts"], _around_experts(config, i, g)
     parts = _PARTS[config.get("quantization_config", {}).get("quant_method")]
     for name, n, k in _projections(config):
         for suffix, of in parts(g, experts, n, k).items():

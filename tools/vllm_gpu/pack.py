@@ -6,8 +6,10 @@
 `pack` downloads the requirements and theirs, except what the lines of --installed name (packages
 of that machine; requirements on the command line are taken in any case) and what vLLM imports for
 other models alone. It leaves out libraries that no engine here needs (--libraries names others),
-and machine code for other GPUs than --arch. FOLDER/pieces then has files of at most --mb MB; each
-works in any order, in calls of their own. `unpack` joins them in SITE, for PYTHONPATH.
+and machine code for other GPUs than --arch; of FlashAttention 3, which is vLLM's default on Hopper,
+it keeps what bfloat16 and heads of --head elements need. FOLDER/pieces then has files of at most
+--mb MB; each works in any order, in calls of their own. `unpack` joins them in SITE, for
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pyarrow
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
+_FLASH = "_vllm_fa3_C"
 LIBRARIES = (
     "_C_stable_libtorch",
     "_moe_C_stable_libtorch",
+    _FLASH,
     "cumem_allocator",
     "fs_io_C",
     "spinloop",
@@ -50,7 +55,7 @@ _DROPPED = (
     *("vllm/vllm-rs", "mistral_common/data/*", "pycountry/locales/*"),
 )
 # attention without its libraries is Triton's; vLLM imports one of them in any case
-_STAND_IN = "vllm/vllm_flash_attn/_vllm_fa3_C"
+_STAND_IN = f"vllm/vllm_flash_attn/{_FLASH}"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 27, 28, 31, 34, 35)]
 _ENTRY = struct.Struct("<HHIQ")  # of a fat binary: kind, version, size of header, size
 _PTX, _ELF = 1, 2
@@ -70,7 +75,8 @@ def pack(folder: Path, asked: argparse.Namespace) -> None:
                         continue
                     data = members.read(name)
                     if re.fullmatch(r"vllm/.*\.so", name):
-                        data, kept = trimmed(data, asked.arch)
+                        keeps = partial(_attends, asked.head) if _FLASH in name else bool
+                        data, kept = trimmed(data, asked.arch, keeps)
                         print(f"{name}: {kept / 1e6:.1f} MB of machine code for {asked.arch}")
                     entry = tarfile.TarInfo(name)
                     entry.size, entry.mode = len(data), 0o755
@@ -90,29 +96,35 @@ def closure(wanted: list[str], folder: Path, installed: set[str], python: str) -
     todo, seen = [Requirement(text) for text in wanted], set[tuple[str, str]]()
     wheels: dict[str, Path] = {}
     while todo:
-        requirement = todo.pop(0)
-        name = canonicalize_name(requirement.name)
-        if name not in wheels:
-            wheels[name] = _downloaded(requirement, folder / name, python)
-            yield wheels[name]
-        for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
-            seen.add((name, extra))
-            for of in map(Requirement, _requires(wheels[name])):
-                applies = of.marker is None or of.marker.evaluate(where | {"extra": extra})
-                if applies and canonicalize_name(of.name) not in installed | _UNNEEDED:
-                    todo.append(of)
+        named = {canonicalize_name(of.name): of for of in reversed(todo)}
+        new = [of for name, of in named.items() if not list((folder / name).glob("*.whl"))]
+        _download(new, folder, python)
+        asked, todo = todo, []
+        for requirement in asked:
+            name = canonicalize_name(requirement.name)
+            if name not in wheels:
+                (wheels[name],) = (folder / name).glob("*.whl")
+                yield wheels[name]
+            for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
+                seen.add((name, extra))
+                for of in map(Requirement, _requires(wheels[name])):
+                    applies = of.marker is None or of.marker.evaluate(where | {"extra": extra})
+                    if applies and canonicalize_name(of.name) not in installed | _UNNEEDED:
+                        todo.append(of)
 
 
-def _downloaded(requirement: Requirement, folder: Path, python: str) -> Path:
-    """The wheel that is in folder already, or from the index."""
-    if not list(folder.glob("*.whl")):
-        bare = f"{requirement.name}{requirement.specifier}"
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", folder]
-        command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
-        command += itertools.chain(*(("--platform", name) for name in _PLATFORMS))
-        subprocess.run([*command, bare], check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def _download(requirements: list[Requirement], folder: Path, python: str) -> None:
+    """Puts the wheel of each into folder/name, from the index."""
+    if not requirements:
+        return
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(folder)]
+    command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    command += itertools.chain(*(("--platform", name) for name in _PLATFORMS))
+    subprocess.run([*command, *(f"{of.name}{of.specifier}" for of in requirements)], check=True)
+    for wheel in folder.glob("*.whl"):
+        place = folder / parse_wheel_filename(wheel.name)[0]
+        place.mkdir(exist_ok=True)
+        wheel.rename(place / wheel.name)
 
 
 def _requires(wheel: Path) -> list[str]:
@@ -129,10 +141,11 @@ def _travels(name: str, libraries: list[str]) -> bool:
     return not any(fnmatch(name, pattern) for pattern in _DROPPED)
 
 
-def trimmed(library: bytes, arch: int) -> tuple[bytes, int]:
+def trimmed(library: bytes, arch: int, keeps: Callable[[bytes], bool] = bool) -> tuple[bytes, int]:
     """An ELF library whose fat binaries have zeros, which compress well, in place of machine code
-    for other GPUs than arch (90: compute capability 9.0); and the bytes of code that it keeps. PTX
-    stays where there is no code for this GPU. Offsets stay, so a loader finds all else.
+    for other GPUs than arch (90: compute capability 9.0), or that `keeps` refuses; and the bytes of
+    code that it keeps. PTX stays where there is no code for this GPU. Offsets stay, so a loader
+    finds all else.
     """
     data, kept = bytearray(library), 0
     for offset, size in _sections(library, (".nv_fatbin", "__nv_relfatbin")):
@@ -145,12 +158,25 @@ def trimmed(library: bytes, arch: int) -> tuple[bytes, int]:
             entries = list(_entries(library, position + header, length))
             native = any(kind == _ELF and of == arch for kind, of, _, _ in entries)
             for kind, of, where, n in entries:
-                if (kind == _ELF and of == arch) or (kind == _PTX and of <= arch and not native):
+                ptx = kind == _PTX and of <= arch and not native
+                wanted = ptx or (kind == _ELF and of == arch)
+                if wanted and keeps(library[where : where + n]):
                     kept += n
                 else:
                     data[where : where + n] = bytes(n)
             position += header + length
     return bytes(data), kept
+
+
+def _attends(head: int, code: bytes) -> bool:
+    """Whether machine code of FlashAttention 3 is for bfloat16 and heads of this size, or for all
+    kinds. The names of kernels say the tile, head size last, the size of values, and the dtype.
+    """
+    kernel = re.search(rb"MainloopFwdSm90I\w+?EEELi(\d+)ENS_(\w+?)_t", code)
+    return kernel is None or (
+        kernel.groups() == (str(head).encode(), b"10bfloat16")
+        and re.search(rb"ILi(?!%d)\d+EEEEEELi%d" % (head, head), kernel[0]) is None
+    )
 
 
 def _sections(library: bytes, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
@@ -214,6 +240,7 @@ def main() -> None:
     packing.add_argument("--libraries", nargs="+", default=LIBRARIES, help="of vLLM")
     packing.add_argument("--python", default="3.12")
     packing.add_argument("--arch", type=int, default=90, help="90: compute capability 9.0")
+    packing.add_argument("--head", type=int, default=128, help="elements of an attention head")
     packing.add_argument("--mb", type=int, default=50, help="of a piece")
     asked = parser.parse_args()
     if asked.command == "pack":
