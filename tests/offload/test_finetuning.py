@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fusion_moe import NVFP4Config
 from fusion_moe.offload import OffloadedExperts, counters
+from fusion_moe.offload.pretended import Pretended
 from fusion_moe.runtime.host_memory import pages
 from fusion_moe.transformers import from_pretrained
 
@@ -113,6 +114,23 @@ def test_ways_to_train_and_to_go_on_from_a_checkpoint(way, tmp_path):
     assert_same(away, there)
     middle = str(tmp_path / "away" / "checkpoint-2")
     assert_same(trained(offloaded(dtype=dtype), tmp_path / "away", middle, **how), there)
+
+
+def test_a_copy_that_fails_in_a_step_leaves_the_checkpoint_before_it(want, tmp_path, monkeypatch):
+    """Whole: training goes on from there as if nothing had been."""
+    own, last = Pretended.fetch, tmp_path / "checkpoint-1"
+
+    def fetch(self: Pretended, wanted: Any, arrival: Any) -> None:
+        if last.exists():
+            raise OSError("no room on the disk")
+        own(self, wanted, arrival)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretended, "fetch", fetch)
+        with pytest.raises(OSError, match="no room"):
+            trained(offloaded(), tmp_path, save_steps=1)
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == [last.name]
+    assert_same(trained(offloaded(), tmp_path, str(last), save_steps=1), want)
 
 
 def test_experts_in_files(want, tmp_path, monkeypatch):
