@@ -171,9 +171,9 @@ def test_rows_of_no_group_that_nothing_reads(change, unread):
     for tokens in (40, 4000):
         steps = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
         for i, step in enumerate(steps):
-            (kernel,) = (k for k in step.kernels if k.given or "gemm_" in k.name)
-            told = kernel.given.numbers[1] if kernel.given else kernel.text
-            unwritten = told == 2**31 - 2 if kernel.given else "UNBOUNDED - 1}" in told
+            (kernel,) = (k for k in step.kernels if k.size_class or "gemm_" in k.name)
+            told = kernel.size_class[1] if kernel.size_class else kernel.text
+            unwritten = told == 2**31 - 2 if kernel.size_class else "UNBOUNDED - 1}" in told
             assert unwritten == (i in unread)
 
 

@@ -522,7 +522,9 @@ def test_all_counts_of_tokens_need_few_kernels(model, arch, monkeypatch):
         counts.append(counts[-1] * 51 // 50 + 1)
     steps = [call.choose({"s0": count}, arch).steps for count in counts]
     for of_segment in zip(*steps, strict=True):
-        products = {kernel.text for step in of_segment for kernel in step.kernels if kernel.given}
+        products = {
+            kernel.text for step in of_segment for kernel in step.kernels if kernel.size_class
+        }
         assert 1 < len(products) <= 12
     assert (
         len({kernel.text for of_count in steps for step in of_count for kernel in step.kernels})
@@ -599,7 +601,7 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
             f"{few} (groups of 1 to 12 rows)",
         ]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
-        assert [x.given.numbers for x in (high, low)] == [
+        assert [x.size_class for x in (high, low)] == [
             (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0),
             (0, 12, 1, 1, 0, 0, 0),
         ]

@@ -16,7 +16,7 @@ from ..inexpressible import Inexpressible
 from . import block_copies, e2m1_copies
 from .block_copies import BLOCK_COPY
 from .source import KernelSource, Source
-from .vectors import FIRST, VECTOR, of_eight
+from .vectors import FIRST, VECTOR, WholeEights, of_eight
 
 _J, _M = map(Variable, "jm")
 
@@ -175,7 +175,8 @@ def kernels(
 def _row(source: Source, x: Value, left: Sequence[Value]) -> tuple[list[str], str]:
     """The C++ of the rows of a value, eight columns at a time, and the type of its numbers."""
     *lead, n, k = x.type.shape
-    width, result = known(k), source.elements(without=left, below={_J.name: known(k)})
+    width, in_memory = known(k), source.in_memory(left)
+    result = WholeEights(source.fusion, in_memory, below={_J.name: width})
     element = result.of(x, reshaped([_M, _J], (elements((*lead, n)), width), x.type.shape))
     of_row, of_columns = hoisted(result.statements, FIRST.name, _J.name)
     once, each = written(of_row), of_eight(of_columns, [f"x[v] = {element};"])

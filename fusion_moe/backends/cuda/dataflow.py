@@ -23,30 +23,25 @@ class Part:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
+    def input_of(self, own: Value | None) -> Value | None:
+        """The call's value for one of the fusion's, if that is an input of it."""
+        inputs = zip(self.inputs, self.source.fusion.inputs, strict=True)
+        return next((v for v, other in inputs if other is own), None)
+
     @property
-    def transposed(self) -> list[Value]:
+    def transposed(self) -> Value | None:
         """The input that is passed with its last two dimensions swapped, if there is one."""
-        return [
-            v
-            for v, own in zip(self.inputs, self.source.fusion.inputs, strict=True)
-            if own is self.source.transposed
-        ]
+        return self.input_of(self.source.transposed)
 
     @property
     def grouped(self) -> Value | None:
         """The value of which it reads no rows of no group, if it is an input."""
-        inputs = dict(zip(self.source.fusion.inputs, self.inputs, strict=True))
-        return inputs.get(self.source.grouped) if self.source.grouped else None
+        return self.input_of(self.source.grouped)
 
     @property
     def matrix(self) -> Value | None:
         """The value whose rows are the activations of the part's product, if it is an input."""
-        if (
-            not isinstance(self.source, Product)
-            or self.source.matrix not in self.source.fusion.inputs
-        ):
-            return None
-        return self.inputs[self.source.fusion.inputs.index(self.source.matrix)]
+        return self.input_of(self.source.matrix) if isinstance(self.source, Product) else None
 
 
 @dataclass(frozen=True)
@@ -239,7 +234,8 @@ def parts_of(
     results = {v for part in parts for v in part.outputs}
     read = Counter(v for part in parts for v in part.inputs)
     whole = set(outputs) <= results and len(set(outputs)) == len(outputs)
-    transposable = all(v in inputs and read[v] == 1 for part in parts for v in part.transposed)
+    transposed = (part.transposed for part in parts)
+    transposable = all(v is None or (v in inputs and read[v] == 1) for v in transposed)
     return (
         Parts(tuple(inputs), tuple(outputs), tuple(parts), variant)
         if whole and transposable

@@ -27,7 +27,8 @@ from ..cxx import (
     stored,
 )
 from ..inexpressible import Inexpressible
-from . import block_copies, gemm
+from . import copies, gemm
+from .copies import Copy
 from .gemm import (
     TILE_COUNTER,
     Operand,
@@ -105,27 +106,17 @@ class DecodedRows(ByVariants):
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """As of all variants; the result is quantized last."""
-        return [*super().kernels(chosen, sizes, arch), *self._quantized()]
+        return [*super().kernels(chosen, sizes, arch), *self.quantized()]
 
-    def _quantized(self) -> list[KernelSource]:
-        return [self.once(self._quantize)] if self.plan.quantized else []
+    def quantized(self) -> Sequence[KernelSource]:
+        """The kernel that quantizes the product's result, if that is to be."""
+        return self.once(self._quantize) if self.plan.quantized else ()
 
-    def _quantize(self) -> KernelSource:
+    def _quantize(self) -> Sequence[KernelSource]:
         """Quantizes the product's result."""
-        (result,), width = self.plan.rows, self.plan.width
-        row = [
-            "const auto row = [&](i64 m) {",
-            "    return [=](i64 j0, float (&x)[8]) {",
-            f"        const auto eight = load_eight({UNQUANTIZED} + m * {width} + j0);",
-            "        for (int v = 0; v < 8; ++v) x[v] = widen(eight.at[v]);",
-            "    };",
-            "};",
-        ]
-        where = ", ".join([*(self.names[v] for v in self.plan.quantized), "nullptr"])
-        copies = [(FP8_ROWS, where, block_copies.BLOCK_COPY)]
-        shape = (self.rows, width)
-        number = "bf16" if stored(result) == "bf16" else "float"
-        return block_copies.kernel(self, "quantize", row, copies, number, shape, None, ())
+        makers = self.fusion.producers
+        quantize = makers[makers[self.plan.quantized[0]].values[0]]
+        return copies.kernels(self, "quantize", [Copy.of(self.fusion, quantize)], ())
 
 
 class ByCodes(DecodedRows):
@@ -163,7 +154,7 @@ class ByCodes(DecodedRows):
             *made_first(self, sizes, chosen.any_size),
             *([self.once(self._sort)] if self._sorted and chosen.by_wgmma else []),
             self._product_of_codes(sizes, arch, chosen.without_rest),
-            *([] if chosen.by_wgmma else self._quantized()),
+            *(() if chosen.by_wgmma else self.quantized()),
             *self.once(self.sums_of_tokens),
         ]
 

@@ -16,7 +16,7 @@ from .columns import Columns, columns
 from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
 from .routing import made_first
-from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
+from .source import NO_ENDS, Array, KernelSource, Sizes, Source
 from .variants import Matrices, Variant
 from .vectors import Store, VectorElements
 
@@ -273,7 +273,7 @@ class ByVariants(PlannedSource):
             shared=variant.shared(arch),
             min_blocks=variant.per_sm,
             max_resident=variant.per_sm if variant.persistent else 0,
-            given=Given("SizeClass size_class", ()),
+            size_class=(),
             cluster=variant.cluster,
         )
 
@@ -293,7 +293,7 @@ class ByVariants(PlannedSource):
 
         concurrent_with_previous, concurrent_with_next: whether the kernel before or after it
         belongs to the same product; with_small_m: whether one of these is a small-M kernel.
-        `given`, the SizeClass of kernels/ragged.cuh, carries what differs between launches.
+        Its parameter size_class carries what differs between launches.
         """
         variant = size_class.variant
         ids = (
@@ -315,7 +315,7 @@ class ByVariants(PlannedSource):
             reads_before_wait=reads_before_wait,
             carveout_blocks=variant.per_sm if carveout else 0,
             title=str(size_class),
-            given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
+            size_class=(*bounds, *map(int, flags)),
         )
 
     def uses(self, array: Array, chosen: Chosen) -> bool:

@@ -122,7 +122,7 @@ class Call:
 
     def __init__(self, parts: Parts):
         self.parts = parts
-        transposed = {v for part in parts.parts for v in part.transposed}
+        transposed = {part.transposed for part in parts.parts}
         self._swapped = tuple([i for i, v in enumerate(parts.inputs) if v in transposed])
         self._plans = Remembered[tuple[int, tuple[int, ...]], LaunchPlan](_REMEMBERED)
         self._faults = Faults(_title(parts))
@@ -319,9 +319,9 @@ def _loaded(
     return tuple(
         (
             _load(kernel, cubins[arch, kernel.text], index, overlap),
-            (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers)
-            if kernel.given
-            else None,
+            None
+            if kernel.size_class is None
+            else (ctypes.c_int * len(kernel.size_class))(*kernel.size_class),
             kernel.boxes,
         )
         for kernel, overlap in kernels

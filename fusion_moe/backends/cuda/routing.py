@@ -37,12 +37,8 @@ def made_first(
                 done.update(ops)
             elif op.kind.name == "route":
                 found.append(_route(source, op, sizes, any_size))
-            elif op.kind.name == "place":
-                found.append(source.once(_place, source, op))
-            elif op.kind.name == "invert":
-                found += source.once(_invert, source, op)
-            elif op.kind.name == "problem_ends":
-                found.append(source.once(_problem_ends, source, op))
+            elif make := _OF_ANY_SIZE.get(op.kind.name):
+                found += source.once(make, source, op)
     return found
 
 
@@ -67,21 +63,21 @@ def _routing_kernel(source: Source, op: Op, ids_of_lane: int) -> KernelSource:
     return source.kernel("route", body, groups + rest, threads=32 * _MAX_WARPS)
 
 
-def _place(source: Source, op: Op) -> KernelSource:
+def _place(source: Source, op: Op) -> list[KernelSource]:
     (ids, expert_map), (made,) = op.values, op.outputs
     given = f"{source.array(ids, source.made_later)}[i], {source.array(expert_map)}"
     counts = f"{size(expert_map.type.shape[0])}, {op.attrs['here']}"
     place = f"place_of({given}, {counts}, i, error)"
     body = [f"{source.names[made]}[i] = {place};"]
-    return source.for_all("place", elements(ids.type.shape), body)
+    return [source.for_all("place", elements(ids.type.shape), body)]
 
 
-def _problem_ends(source: Source, op: Op) -> KernelSource:
+def _problem_ends(source: Source, op: Op) -> list[KernelSource]:
     starts, problem, padded = (source.array(v, source.made_later) for v in op.values)
     a, (ends,) = op.attrs, op.outputs
     given = f"{starts}, {problem}, {padded}, {size(ends.type.shape[0])}, {size(a['rows'])}"
     call = f"problem_ends({given}, {a['n']}, {a['k']}, {source.names[ends]}, error);"
-    return source.kernel("problem_ends", [*source.WAIT, call], 1, threads=32)
+    return [source.kernel("problem_ends", [*source.WAIT, call], 1, threads=32)]
 
 
 def _invert(source: Source, op: Op) -> list[KernelSource]:
@@ -103,3 +99,7 @@ def _invert(source: Source, op: Op) -> list[KernelSource]:
             [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"],
         ),
     ]
+
+
+# by operation: what makes its kernels, which are the same for any number of tokens
+_OF_ANY_SIZE = {"place": _place, "invert": _invert, "problem_ends": _problem_ends}

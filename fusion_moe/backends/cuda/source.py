@@ -83,16 +83,6 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A parameter of a single launch, after the struct: a structure of i32 numbers. declaration:
-    its type and name.
-    """
-
-    declaration: str
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
@@ -101,10 +91,11 @@ class KernelSource:
     dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes,
     before it waits for the previous kernel.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must
-    hold just these: see runtime/cuda.py. title: a name for people. given, boxes: its parameters
-    after the struct. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples
-    of it. min_blocks: how many of its blocks a multiprocessor is to have. folders: where it
-    has headers beside kernels/.
+    hold just these: see runtime/cuda.py. title: a name for people. size_class, boxes: its
+    parameters after the struct; the former: the numbers of a SizeClass (kernels/ragged.cuh) of a
+    single launch. cluster: blocks of a cluster; `blocks` and the launched blocks are multiples of
+    it. min_blocks: how many of its blocks a multiprocessor is to have. folders: where it has
+    headers beside kernels/.
     """
 
     name: str
@@ -118,7 +109,7 @@ class KernelSource:
     title: str = ""
     writes_before_wait: bool = False
     boxes: tuple[Boxes, ...] = ()
-    given: Given | None = None
+    size_class: tuple[int, ...] | None = None
     cluster: int = 1
     min_blocks: int = 1
     folders: tuple[Path, ...] = ()
@@ -251,51 +242,27 @@ class Source(Writer, ABC):
         blocks: AnySize,
         *,
         headers: Sequence[str] = ("routing.cuh",),
-        threads: int = THREADS,
-        shared: int = 0,
-        min_blocks: int = 1,
-        max_resident: int = 0,
-        reads_before_wait: bool = False,
-        boxes: Sequence[Boxes] = (),
-        given: Given | None = None,
-        cluster: int = 1,
+        **launched: Any,
     ) -> KernelSource:
-        """A kernel that makes a call, with additional functions in its struct. min_blocks: how many
-        must fit on one multiprocessor.
-
-        boxes: parameters map0, map1, ...
+        """A kernel that makes a call, with additional functions in its struct. launched: further
+        fields of KernelSource. The call's parameters: s, size_class, map0, map1, ...
         """
+        kernel = KernelSource(name, "", blocks, title=name, **launched)
         declared = [
             "Segment s",
-            *([given.declaration] if given else ()),
-            *(f"TensorMap map{i}" for i in range(len(boxes))),
+            *(["SizeClass size_class"] if kernel.size_class is not None else ()),
+            *(f"TensorMap map{i}" for i in range(len(kernel.boxes))),
         ]
-        parameters = ", ".join(f"const __grid_constant__ {what}" for what in declared)
-        bounds = f"{threads}, {min_blocks}"
-        includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(
-            includes=includes,
+            includes="\n".join(f'#include "{header}"' for header in headers),
             struct=self._struct(functions),
             name=name,
             call=call,
-            bounds=bounds,
-            parameters=parameters,
-            cluster=f" __cluster_dims__({cluster})" if cluster > 1 else "",
+            bounds=f"{kernel.threads}, {kernel.min_blocks}",
+            parameters=", ".join(f"const __grid_constant__ {what}" for what in declared),
+            cluster=f" __cluster_dims__({kernel.cluster})" if kernel.cluster > 1 else "",
         )
-        return KernelSource(
-            name,
-            text,
-            blocks,
-            threads,
-            shared,
-            max_resident,
-            reads_before_wait,
-            title=name,
-            boxes=tuple(boxes),
-            given=given,
-            cluster=cluster,
-            min_blocks=min_blocks,
-        )
+        return replace(kernel, text=text)
 
     def array_number(self, array: Value | Array) -> int:
         """The number of an array in the struct."""

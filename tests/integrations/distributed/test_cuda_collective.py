@@ -121,7 +121,7 @@ def test_sums_are_made_where_they_are_sent(rows):
     joined = joined_of(lowered)
     for arch in (A100, H200):
         kernels = joined.choose(dict.fromkeys(joined.parts.symbols, tokens), arch).kernels
-        products = [kernel.given.numbers[:2] for kernel in kernels if kernel.given]
+        products = [kernel.size_class[:2] for kernel in kernels if kernel.size_class]
         assert products == [(0, 2**31 - 2)] * 2
         sends = [kernel for kernel in kernels if kernel.name in EXCHANGE]
         assert [kernel.name for kernel in sends] == EXCHANGE
