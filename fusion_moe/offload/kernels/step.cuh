@@ -1,8 +1,8 @@
 // What the kernels of a step tell each other, in memory of the GPU.
 #pragma once
 
+#include "flags.cuh"
 #include "request_ring.cuh"
-#include "system.cuh"
 
 namespace {
 

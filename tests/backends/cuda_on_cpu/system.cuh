@@ -45,34 +45,12 @@ void store_vector(T* p, const Vector<T, V>& x) {
 }
 inline u64 load_acquire_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 load_relaxed_system(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void (*before_release)() = nullptr, (*before_store)() = nullptr;  // what a test does then
+inline void (*before_release)() = nullptr;  // what a test does then
 inline void store_release_system(u64* p, u64 x) {
     if (before_release) before_release();
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
-inline void store_relaxed_system(u64* p, u64 x) { __atomic_store_n(p, x, __ATOMIC_RELAXED); }
-inline i64 load_constant(const i64* p) { return *p; }
 inline int __ffs(u32 x) { return __builtin_ffs(i32(x)); }
-// Words that come one by one.
-template <class T>
-T load_relaxed_system(const T* p) {
-    T x;
-    for (std::size_t i = 0; i < sizeof(T) / 4; ++i)
-        (&x.x)[i] = __atomic_load_n(&p->x + i, __ATOMIC_RELAXED);
-    return x;
-}
-template <class T>
-void store_relaxed_system(T* p, T x) {
-    for (std::size_t i = 0; i < sizeof(T) / 4; ++i) {
-        if (before_store) before_store();
-        __atomic_store_n(&p->x + i, (&x.x)[i], __ATOMIC_RELAXED);
-    }
-}
-inline i32 load_flag(const i32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void store_flag(i32* p, i32 x) { __atomic_store_n(p, x, __ATOMIC_RELAXED); }
-inline void prefetch(const void*) {}
-inline void add_relaxed(u64* p) { __atomic_fetch_add(p, 1, __ATOMIC_RELAXED); }
-inline u32 add_ticket(u32* p) { return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL); }
 inline u64 now() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

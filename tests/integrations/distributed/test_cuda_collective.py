@@ -218,7 +218,7 @@ def test_ranks_keep_to_the_protocol(tmp_path):
     """
     here = Path(__file__).parent / "cuda_on_cpu"
     copy(tmp_path, exchange.KERNELS / "exchange.cuh", KERNELS / "fragment_order.cuh")
-    copy(tmp_path, here / "exchange.cpp")
+    copy(tmp_path, here / "exchange.cpp", here / "words.cuh")
     (tmp_path / "memory.cuh").write_text('#include "ragged.cuh"')
     made = compiled(tmp_path, "", "-g", "-fsanitize=thread", name="exchange")
     environment = {"TSAN_OPTIONS": "halt_on_error=1"}

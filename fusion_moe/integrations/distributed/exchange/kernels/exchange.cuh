@@ -24,7 +24,7 @@
 
 #include "fragment_order.cuh"
 #include "ragged.cuh"
-#include "system.cuh"
+#include "words.cuh"
 
 namespace {
 
