@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from ..errors import Error, OptionError, UnsupportedError
-from ..messages import check_name
 from .start import FINE, PROBLEMS, STOPPED, UNSUPPORTED, USAGE
 
 if TYPE_CHECKING:  # takes as long to import as all that is needed to check arguments
@@ -67,7 +66,7 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
         try:
             for path in arguments.values():
                 if isinstance(path, Path):
-                    check_name(path)
+                    _check_name(path)
             result = find(**arguments)
         except Error as error:
             if context.find_root().params.get("traceback"):
@@ -85,6 +84,21 @@ def command(find: Callable[..., Result]) -> Callable[..., None]:
     run.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
     run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
     return run
+
+
+def _check_name(path: Path) -> None:
+    """OptionError for a path that the system takes for no file, or lets this user not look for."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OptionError(
+            f"a path of {len(str(path)):,} characters: {why}",
+            expected="a file or a folder that this user may name",
+            where=f"{str(path)[:40]}..." if len(str(path)) > 43 else str(path),
+        ) from None
 
 
 def say(message: str) -> None:

@@ -40,21 +40,6 @@ def check_checkpoint(path: Path) -> None:
     )
 
 
-def check_name(path: Path) -> None:
-    """OptionError for a path that the system takes for no file, or lets this user not look for."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise OptionError(
-            f"a path of {len(str(path)):,} characters: {why}",
-            expected="a file or a folder that this user may name",
-            where=f"{str(path)[:40]}..." if len(str(path)) > 43 else str(path),
-        ) from None
-
-
 def check_writable(path: Path, what: str, ends: Iterable[str]) -> None:
     """OptionError unless something, "a report" for example, can be written to a file of this name:
     with one of the ends, in a folder that is there.
