@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,20 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.stderr.startswith("fusion-moe: FastAPI, uvicorn or openai is missing; pip install")
 
 
+def test_a_cache_in_memory_leaves_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[serve]'")
+    psutil = pytest.importorskip("psutil")
+    now = SimpleNamespace(total=24 << 30, available=6 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
+    told = list[list[str]]()
+    monkeypatch.setattr("fusion_moe.cli.server.serve", lambda _, options: told.append(options))
+    for more in ([], ["--continuous-batching"]):
+        run(DEMO, "--host", "127.0.0.1", "--port", _free(), "--device", "cpu", *more)
+    assert "--cb-max-memory-percent" not in told[0]
+    assert told[1][-2:] == ["--cb-max-memory-percent", "0.125"]
+
+
 def test_a_port_that_is_taken() -> None:
     """Said before anything is loaded."""
     with socket.socket() as s:
@@ -91,9 +106,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 
 def _started(directory: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     """A server at a port that is free now, and its address."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = _free()
     arguments = f"--host 127.0.0.1 --port {port} --device cpu".split()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -103,6 +116,13 @@ def _started(directory: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
             stderr=out,
         )
     return process, f"http://127.0.0.1:{port}"
+
+
+def _free() -> int:
+    """A port."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:
