@@ -27,7 +27,7 @@ from ..cxx import (
 )
 from . import added, readers
 from .columns import column_function, need_whole
-from .grouped_mm import LARGE_M_COLUMNS, PlannedSource, need_groups
+from .grouped_mm import LARGE_M_COLUMNS, PlannedSource, computed, need_groups
 from .heuristics import Chosen
 from .mma_tile import MMA_NEEDS, MMA_THREADS, mma_tile, warp_columns
 from .routing import made_first
@@ -58,7 +58,7 @@ _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 _TILES_N = (256, 128)  # columns of the product
 _FEW_COLUMNS = 64  # of a wgrad's operand: as many as fit in a row of a piece of shared memory
 TILE_COUNTER = Array("tile_counter", "i32", 1)
-_I, _J, _M = map(Variable, "ijm")
+_J, _M = map(Variable, "jm")
 
 
 class Gemm(PlannedSource):
@@ -367,12 +367,8 @@ class Operand:
         """The kernel that computes the operand's rows into scratch memory before the product; an
         empty list if they are in memory already.
         """
-        if not self.scratch:
-            return []
-        (array,), result = self.scratch, self.owner.elements(without=self.owner.made_later)
-        element = result.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
-        body = [*result.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
-        return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body)]
+        owner, name = self.owner, f"prologue_{self.name}"
+        return [computed(owner, name, self.value, a, owner.made_later) for a in self.scratch]
 
     @property
     def matrix(self) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir import AnySize, Op, Value, elements, exact_div, plain, value
-from ..cxx import Elements, Epilogue, Index, Number, ProductPlan, Variable, inner, size, stored
+from ..cxx import Elements, Epilogue, Index, ProductPlan, Variable, inner, size, stored
 from ..inexpressible import naming
 from . import added
 from .columns import Columns, columns
@@ -39,6 +39,18 @@ def need_groups(groups: int) -> None:
         raise UnsupportedError(
             f"{groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}"
         )
+
+
+def computed(
+    source: Source, name: str, v: Value, array: Array, without: Sequence[Value], place: str = "i"
+) -> KernelSource:
+    """The kernel that computes the elements of a matrix into an array, element i at a place.
+    without: values that are not in memory yet.
+    """
+    made, columns = source.elements(without=without), size(v.type.shape[1])
+    element = made.of(v, [_I // columns, _I % columns])
+    store = f"{array.name}[{place}] = narrow<{array.type}>({element});"
+    return source.for_all(name, elements(v.type.shape), [*made.lines, store])
 
 
 class PlannedSource(Source):
@@ -141,9 +153,9 @@ class ByVariants(PlannedSource):
         # the matrix in memory whose rows are the activations, and which of its rows row m is
         self.matrix, self._matrix_row = found
         self._row_lines = made.lines
-        self.scratch.append(
-            Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape))
-        )
+        shape = (self.matrix or plan.a).type.shape
+        self._activations = Array(ACTIVATIONS, self.dtype, elements(shape))
+        self.scratch.append(self._activations)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self.stores = list[str]()
         self._results = self._make_results(epilogue)
@@ -330,18 +342,9 @@ class ByVariants(PlannedSource):
 
     def _prologue(self, variant: Variant, after_routing: bool) -> list[KernelSource]:
         """Makes the activations, unless they are in memory as the product reads them."""
-        k = self.plan.k
         if self.matrix is None:
-            count, made = elements(self.plan.a.type.shape), self.elements()
-            element = made.of(self.plan.a, [_I // Number(k), _I % Number(k)])
             place = "fragment_place(i)" if self._takes_fragment_order(variant) else "i"
-            return [
-                self.for_all(
-                    "prologue",
-                    count,
-                    [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"],
-                )
-            ]
+            return [computed(self, "prologue", self.plan.a, self._activations, (), place)]
         if self._reads_in_place(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
