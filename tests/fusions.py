@@ -173,6 +173,16 @@ def numbers_of_all_sizes(rows: int, columns: int) -> Tensor:
     return x
 
 
+# rules for scales that kernels round weights to E2M1 codes by
+RULES_OF_E2M1 = [
+    ("nvfp4", "max"),
+    ("nvfp4", "four_over_six"),
+    ("nvfp4", "mse"),
+    ("mxfp4", "max"),
+    ("mxfp4", "mse"),
+]
+
+
 def weights_to_round(matrices: int, n: int, k: int) -> Tensor:
     """f32 [matrices, N, K], seven matrices at least: of usual sizes, all sizes, near zero, ties of
     codes, zeros, usual ones; NaN in the last but one.

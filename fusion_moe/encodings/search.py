@@ -13,7 +13,6 @@ scale of a matrix is amax / 1536.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Protocol
 
@@ -28,8 +27,7 @@ from .real import real_tensors
 RULES = ("max", "four_over_six", "mse")
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _PANEL = 2**25  # elements that are searched at once
-_KERNEL_PANEL = 2**19  # by a kernel of the CPU: what caches hold
-_CPU_PANEL = 2**15  # by each thread: what torch does not divide between its own, and caches hold
+_CPU_PANEL = 2**19  # on a CPU: what caches hold
 
 
 class BlockKernels(Protocol):
@@ -85,8 +83,7 @@ def least_error(
     if kernels and not sizes.isfinite().all():
         kernels = None
     least = kernels.least_errors if kernels else partial(_least_errors, element)
-    apart = x.device.type == "cpu" and not kernels  # panels are divided between threads
-    step = (_CPU_PANEL if apart else _KERNEL_PANEL if kernels else _PANEL) // scale.block
+    step = (_CPU_PANEL if x.device.type == "cpu" else _PANEL) // scale.block
 
     def best(start: int) -> Tensor:
         some = slice(start, start + step)
@@ -94,9 +91,7 @@ def least_error(
         which = least(blocks[some], outers[some] * tried.view(scale.dtype).float())
         return tried.gather(0, which.long()[None])[0]
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        each = pool.map if apart else map  # another thread has another stream
-        result = torch.cat([*each(best, range(0, len(blocks), step))])
+    result = torch.cat([*map(best, range(0, len(blocks), step))])
     return result.view(scale.dtype).view_as(rounded)
 
 

@@ -217,6 +217,11 @@ class Op:
         """The encoding that its attributes name."""
         return find(self.attrs["encoding"])
 
+    @property
+    def rule(self) -> str:
+        """The rule for scales of blocks by which it quantizes (encodings/search.py)."""
+        return str(self.attrs.get("scales", "max"))
+
     def with_inputs(self, inputs: Sequence[Operand]) -> Op:
         """This operation with other inputs of the same types."""
         return replace(self, inputs=tuple(inputs))

@@ -283,17 +283,17 @@ class Ops:
         NVFP4 amax / 2688.
         """
     @overload
-    def quantize(self, x: Value, *beside: Value, encoding: str) -> Value:
+    def quantize(self, x: Value, *beside: Value, encoding: str, scales: str = 'max') -> Value:
         """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one ->
-        nvfp4[..., N, K], quantized along K
+        nvfp4[..., N, K], quantized along K; scales: the rule for those of blocks
 
         x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group
         (runs.py).
         """
     @overload
-    def quantize(self, operands: Sequence[Operand], /, encoding: str) -> Value:
+    def quantize(self, operands: Sequence[Operand], /, encoding: str, scales: str = 'max') -> Value:
         """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one ->
-        nvfp4[..., N, K], quantized along K
+        nvfp4[..., N, K], quantized along K; scales: the rule for those of blocks
 
         x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group
         (runs.py).

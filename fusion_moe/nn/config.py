@@ -28,8 +28,7 @@ class QuantizationConfig:
         scales: how the scale of a block is chosen: "max", from its largest magnitude, the bytes of
             nvidia-modelopt in NVFP4; "four_over_six" (NVFP4), that one or 6/4 of it; or "mse"
             (NVFP4, MXFP4, INT4), that one or one of its neighbours. The last two take what has the
-            least squared error. `update_weights_` rounds by the same rule; kernels of GPUs do so
-            by "max".
+            least squared error. `update_weights_` rounds by the same rule.
         skip, linear: which parts of a model are quantized, as in `quantize_`; also while it is
             loaded.
 

@@ -44,8 +44,8 @@ def _only_read_in(fusion: Fusion, op: Op) -> Encoding | None:
 
 def _of_rows(op: Op) -> Encoding | None:
     """That of a `quantize` of single rows."""
-    alone = op.kind.name == "quantize" and len(op.values) == 1 and op.encoding.axis == -1
-    return op.encoding if alone else None
+    alone = op.kind.name == "quantize" and len(op.values) == 1 and op.rule == "max"
+    return op.encoding if alone and op.encoding.axis == -1 else None
 
 
 def _in_pieces(encoding: Encoding, width: int, piece: int) -> bool:

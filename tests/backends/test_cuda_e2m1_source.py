@@ -8,17 +8,17 @@ import ctypes
 
 import pytest
 import torch
-from fusions import assert_same_bits, weights_to_round
+from fusions import RULES_OF_E2M1, assert_same_bits, weights_to_round
 from on_cpu import copy, library, pointer
 from test_cuda_source import needs_nvdisasm, sass, spills
 
 from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.backends import TARGETS
-from fusion_moe.backends.cuda.e2m1_copies import SCALES
+from fusion_moe.backends.cuda.e2m1_copies import scale_of
 from fusion_moe.backends.cuda.launch import KERNELS, build
 from fusion_moe.compile import compile_fusion
-from fusion_moe.encodings import MXFP4, NVFP4, quantize
+from fusion_moe.encodings import NVFP4, find, quantize
 from fusion_moe.ir.text import parse
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program
@@ -30,11 +30,11 @@ pytestmark = [pytest.mark.compiler, pytest.mark.once, pytest.mark.slow]
 @pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 @needs_nvdisasm
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
-@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("encoding", "rule"), RULES_OF_E2M1, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rounding_a_weight_is_one_call_of_our_kernels(layout, encoding, dtype):
+def test_rounding_a_weight_is_one_call_of_our_kernels(layout, encoding, rule, dtype):
     """Each lane stores its 16 bytes of a tile at once."""
-    fusion = parse(_program(768, 2048, dtype, encoding, layout, False))
+    fusion = parse(_program(768, 2048, dtype, encoding, layout, False, rule))
     program = compile_fusion(fusion, TARGETS["cuda"], options.current())
     assert program.joined
     kernels = program.joined.choose(dict.fromkeys(fusion.symbols, 128), H200).kernels
@@ -77,28 +77,29 @@ extern "C" void by_matrix(const float* x, float* scales, i64 matrices, u8* codes
 
 
 @pytest.mark.parametrize(("layout", "n", "k"), [("linear", 21, 96), ("w16x64", 32, 1088)])
-@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
+@pytest.mark.parametrize(("encoding", "rule"), RULES_OF_E2M1, ids=str)
 @pytest.mark.parametrize("number", ["float", "bf16"])
-def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, number, tmp_path):
-    x = weights_to_round(8, n, k)
+def test_codes_and_scales_are_those_of_the_encoding(encoding, rule, layout, n, k, number, tmp_path):
+    x, encoding = weights_to_round(8, n, k), find(encoding)
     if number == "bf16":
         x = x.bfloat16().float()
     copy(tmp_path, KERNELS / "e2m1_copies.cuh")
     tiles = str(layout != "linear").lower()
-    text = _CALLS.format(n=n, k=k, scale=SCALES[encoding.name], tiles=tiles, number=number)
+    scale = scale_of(encoding, rule)
+    text = _CALLS.format(n=n, k=k, scale=scale, tiles=tiles, number=number)
     call, scales = library(tmp_path, text), torch.ones(len(x))
     own = [
         torch.empty(encoding.part_shape(p, x.shape[:1], n, k), dtype=p.dtype)
         for p in encoding.parts[:2]
     ]
-    want = quantize(x, encoding)
+    want = quantize(x, encoding, scales=rule)
     if encoding is NVFP4:
         call.by_matrix(pointer(x), pointer(scales), ctypes.c_int64(len(x)), *map(pointer, own))
         assert_same_bits([*own, scales], list(LAYOUTS[layout].pack(*want, encoding=encoding)))
     for given in (scales, torch.linspace(0.0, 1e-3, len(x)), 2.0 ** torch.arange(-110.0, 2, 14)):
         if given is not scales and encoding is NVFP4:
             x[-1, 5, 5], x[0] = torch.inf, 0.0
-            want = quantize(x, encoding, given)
+            want = quantize(x, encoding, given, rule)
         call.make(pointer(x), pointer(given), ctypes.c_int64(len(x)), *map(pointer, own))
         parts = [*own, given][: len(want)]
         assert_same_bits(parts, list(LAYOUTS[layout].pack(*want, encoding=encoding)))

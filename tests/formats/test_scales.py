@@ -22,6 +22,7 @@ from fusion_moe.encodings import (
 from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.encodings.e2m1 import E2M1
 from fusion_moe.errors import NonFiniteError
+from fusion_moe.nn.frozen.base import _program
 
 OFFSETS = {"mse": (0, *range(-5, 0), *range(1, 7))}
 RULES = [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
@@ -133,6 +134,16 @@ def test_limits_of_block_scales():
         assert saturated.block_scale[0, 2].float().eq(448).all()
     zeros = quantize(torch.zeros(2, 16, 32), NVFP4, scales="mse")
     assert all(map(torch.equal, zeros, quantize(torch.zeros(2, 16, 32), NVFP4)))
+
+
+@pytest.mark.parametrize(("encoding", "rule"), RULES, ids=lambda v: getattr(v, "name", v))
+def test_programs_search_by_the_rule_that_they_name(encoding, rule):
+    """On CPUs in plain torch: the kernel that rounds there knows "max" alone."""
+    x = weight()
+    program = _program(*x.shape[1:], x.dtype, encoding.name, "linear", False, rule)
+    found, want = torch.ops.fusion_moe.run(program, [x], [2]), quantize(x, encoding, scales=rule)
+    assert all(map(same_bits, found, want))
+    assert not same_bits(found[1], quantize(x, encoding).block_scale)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusions import assert_same_bits, weights_to_round
+from fusions import RULES_OF_E2M1, assert_same_bits, weights_to_round
 
 from fusion_moe.compile import program_of
-from fusion_moe.encodings import MXFP4, NVFP4, quantize
+from fusion_moe.encodings import MXFP4, NVFP4, find, quantize
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.nn.frozen.base import _program
 from fusion_moe.nn.frozen.weight import rounded
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("layout", "n", "k"), [("linear", 21, 96), ("linear", 33, 2080), ("w16x64", 48, 320)]
 )
-@pytest.mark.parametrize("encoding", [NVFP4, MXFP4], ids=lambda e: e.name)
-def test_codes_and_scales_are_those_of_the_encoding(encoding, layout, n, k, dtype):
-    x = weights_to_round(9, n, k).to(dtype).cuda()
+@pytest.mark.parametrize(("encoding", "rule"), RULES_OF_E2M1, ids=str)
+def test_codes_and_scales_are_those_of_the_encoding(encoding, rule, layout, n, k, dtype):
+    x, encoding = weights_to_round(9, n, k).to(dtype).cuda(), find(encoding)
     x[-1, 5, 5] = torch.inf
     chosen = [None]
     if encoding is NVFP4:
         odd = [1e-3, 1e-38, 1e-42, 0.0, -0.0, 1e-3, torch.nan, -1.0, torch.inf]
         chosen += [torch.tensor(odd).cuda(), torch.tensor(odd[::-1]).cuda()]
     for scale in chosen:
-        source = _program(n, k, dtype, encoding.name, layout, scale is not None)
+        source = _program(n, k, dtype, encoding.name, layout, scale is not None, rule)
         assert [kernel.why for kernel in program_of(source, x.device).kernels] == [""]
-        found = rounded(x, encoding, 1, scale, layout)
-        want = quantize(x, encoding, scale)
+        found = rounded(x, encoding, 1, scale, layout, rule)
+        want = quantize(x, encoding, scale, rule)
         assert_same_bits(
             [t.cpu() for t in found],
             [t.cpu() for t in LAYOUTS[layout].pack(*want, encoding=encoding)],

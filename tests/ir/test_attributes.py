@@ -106,7 +106,7 @@ def program():
         "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),
         "straight_through": ([weight, dense], {"how": "exact"}),
         "decode_scale": ([dense], {"encoding": "nvfp4"}),
-        "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
+        "quantize": ([dense, tensor(2)], {"encoding": "nvfp4", "scales": "max"}),
         "untranspose_row_blocks": (
             [
                 fd.ops.transpose_row_blocks(

@@ -51,6 +51,8 @@ def source(fusion: Fusion, writer: type[SegmentWriter] | None = None) -> Source:
 def _whole(fusion: Fusion, op: Op) -> Sequence[Value]:
     """The values that are made completely, in memory, before others can read elements of them."""
     if op.kind.name == "quantize":
+        if op.rule != "max":
+            raise Inexpressible(op, f"quantizing by {op.rule!r} has no kernel here")
         return _unpacked(fusion, op)
     return op.outputs if is_made_first(op) or op.kind.name in _WHOLE else ()
 

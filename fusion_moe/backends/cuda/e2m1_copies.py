@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...encodings import MXFP4, NVFP4
+from ...encodings import MXFP4, NVFP4, Encoding
 from ...ir import AnySize, Fusion, Op, Value, ceildiv, elements, plain
 from ..cxx import Variable, known, size
 from ..inexpressible import Inexpressible
@@ -14,7 +14,7 @@ from .source import MAX_RESIDENT, THREADS, Array, KernelSource, Source
 
 _MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
 _M = Variable("m")
-# encoding -> how the header chooses its scales
+# encoding -> how the header chooses its scales, by "max"
 SCALES = {NVFP4.name: "E4m3Scale", MXFP4.name: "PowerOfTwoOf4Bits"}
 LAYOUT = "w16x64"
 
@@ -41,11 +41,22 @@ def kernel(
     body = [
         *row,
         f"const auto of_matrix = [&](i64 m) {{ return {scale}; }};",
-        f"make_e2m1<{number}, {SCALES[op.attrs['encoding']]}, {known(k)}, {_in_tiles(codes)}>("
+        f"make_e2m1<{number}, {scale_of(op.encoding, op.rule)}, {known(k)}, {_in_tiles(codes)}>("
         f"{size(rows)}, "
         f"row, of_matrix, {source.names[codes]}, {source.names[scales]});",
     ]
     return _of_warps(source, name, body, ceildiv(rows, 16) * -(-known(k) // 64))
+
+
+def scale_of(encoding: Encoding, rule: str) -> str:
+    """How the header chooses scales by a rule, whose candidates have one factor and consecutive
+    offsets.
+    """
+    usual = SCALES[encoding.name]
+    if rule == "max":
+        return usual
+    (factor, first), *_, (_, last) = 2 * tuple(encoding.scales[0].others[rule])
+    return f"Searched<{usual}, {int(2 * factor)}, {first}, {last}>"
 
 
 def chosen_inside(fusion: Fusion, op: Op) -> Op | None:
@@ -69,7 +80,7 @@ def by_matrix(
     *lead, n, k = x.type.shape
     matrices, state = elements(lead), scratch(source.fusion.producers[scale])
     most = encoding.element.maximum * encoding.scales[0].maximum
-    types = f"{number}, {SCALES[encoding.name]}, {known(k)}, {_in_tiles(codes)}"
+    types = f"{number}, {scale_of(encoding, op.rule)}, {known(k)}, {_in_tiles(codes)}"
     counts = f"{size(matrices)}, {size(plain(n))}, row, {most!r}f"
     arrays = ", ".join(source.names[v] for v in (codes, scales, scale))
     make = (

@@ -132,6 +132,8 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
         return _of_runs(op, op.outputs[0].type) or _inside(op, fusion)
     if op.attrs["encoding"] not in PACKED:
         return f"{op.kind.name} to {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
+    if op.rule != "max":
+        return f'{op.kind.name} by {op.rule!r}: "max" is lowered'
     if op.attrs["encoding"] not in target.activation_formats:
         return (
             f"{op.kind.name} to {op.attrs['encoding']} on {target.name}: e2m1 requires compute "

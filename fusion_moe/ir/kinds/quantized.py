@@ -18,6 +18,7 @@ from ...encodings import (
     Scale,
     check_finite,
     check_matrix_scales,
+    check_rule,
     dequantize,
     find,
     matrix_scale_of,
@@ -165,30 +166,33 @@ def _matrix_scales(encoding: Encoding) -> tuple[Scale, ...]:
     return tuple(s for s in encoding.scales if not s.block)
 
 
-def _quantize_needs(x: TensorType, *beside: TensorType, encoding: str) -> Iterator[Need]:
+def _quantize_needs(
+    x: TensorType, *beside: TensorType, encoding: str, scales: str = "max"
+) -> Iterator[Need]:
     for type in () if in_runs(find(encoding), x.shape) else beside:
         yield from _runs_divide(x.shape[-2], type, len(x.shape) - 2)
 
 
-def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
+def _quantize_type(x: TensorType, *beside: TensorType, encoding: str, scales: str = "max") -> Types:
     """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[...,
-    N, K], quantized along K
+    N, K], quantized along K; scales: the rule for those of blocks
 
     x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group (runs.py).
     """
     descriptor = find(encoding)
+    check_rule(scales, descriptor)
     if len(need_tensor("x", x).shape) == 2 and in_runs(descriptor, x.shape):
         need_dtype("x", x, *ENCODED_FROM)
         _need_ends(x, beside)
         return (TensorType(x.shape, encoding),)
     _need_matrices(x, descriptor)
-    scales = _matrix_scales(descriptor)
-    if len(scales) != len(beside):
+    of_matrix = _matrix_scales(descriptor)
+    if len(of_matrix) != len(beside):
         raise ShapeError(
             f"{len(beside)} scales of whole matrices for {encoding}",
-            expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales),
+            expected=f"{len(of_matrix)}" + "".join(f", {s.part}" for s in of_matrix),
         )
-    for scale, type in zip(scales, beside, strict=True):
+    for scale, type in zip(of_matrix, beside, strict=True):
         _need_matrix_scale(scale, need_tensor(scale.part, type), x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, encoding),)
 
@@ -205,7 +209,9 @@ def _need_ends(x: TensorType, beside: Sequence[TensorType]) -> None:
     need_partition("x", x, beside[0])
 
 
-def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[Any]:
+def _quantize(
+    x: torch.Tensor, *beside: torch.Tensor, encoding: str, scales: str = "max"
+) -> tuple[Any]:
     descriptor = find(encoding)
     if beside and not _matrix_scales(descriptor):
         return (quantize_runs(x, beside[0], descriptor),)
@@ -213,7 +219,7 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
         check_finite(x, descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
-    weight = quantize(x, descriptor, next(iter(beside), None))
+    weight = quantize(x, descriptor, next(iter(beside), None), scales)
     return (weight.elements if weight.encoding.plain else weight,)
 
 

@@ -51,10 +51,9 @@ def qat_(
     Args:
         model: the model, in floating point: before DDP or FSDP2 get it.
         encoding: "nvfp4" or "mxfp4", whose matrices have K in whole blocks of 32.
-        scales: the rule for scales of blocks, as in `NVFP4Config`. "max" has kernels on GPUs.
-            "four_over_six" and "mse" search by torch's operations, for a multiple of the time of
-            "max": in every forward that has gradients or is compiled, else in the first after a
-            change. On GPUs NVFP4's search waits for the device.
+        scales: the rule for scales of blocks, as in `NVFP4Config`. On GPUs "four_over_six" takes
+            twice the time of "max", "mse" three to five times: in every forward that has gradients
+            or is compiled, else in the first after a change.
         frozen: NVFP4's scales of matrices stay what they are now, in buffers, and weights that
             outgrow them are clipped; those of blocks follow the weights. False: all do.
         straight_through: the backward multiplies with the rounded weights. "saved": it reads what

@@ -52,24 +52,24 @@ def round_(
 ) -> list[Tensor]:
     """x float [G, N, K] -> its parts, some runs of rows by themselves; by kernels in a layout."""
     x = x if runs == 1 else x.unflatten(1, (runs, -1))
-    if x.numel() and by_kernels(x.device, encoding, scales):
-        parts = _by_program(x, encoding, matrix_scale, layout)
+    if x.numel() and by_kernels(x.device, encoding):
+        parts = _by_program(x, encoding, matrix_scale, layout, scales)
     else:
         parts = quantize_weight(x, encoding, matrix_scale, scales)
     return [t if runs == 1 or part.of_matrix else t.flatten(1, 2) for part, t in parts.named()]
 
 
-def by_kernels(device: torch.device, encoding: Encoding, scales: str) -> bool:
+def by_kernels(device: torch.device, encoding: Encoding) -> bool:
     """Whether kernels of the device round weights to an encoding, in its order too."""
-    return device.type == "cuda" and encoding in _ROUNDED_BY_KERNELS and scales == "max"
+    return device.type == "cuda" and encoding in _ROUNDED_BY_KERNELS
 
 
 def _by_program(
-    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, layout: str
+    x: Tensor, encoding: Encoding, matrix_scale: Tensor | None, layout: str, rule: str
 ) -> Quantized:
     """x float[..., N, K] -> the same in an encoding and a layout, by the kernels of the device."""
     *lead, n, k = x.shape
-    source = _program(n, k, x.dtype, encoding.name, layout, matrix_scale is not None)
+    source = _program(n, k, x.dtype, encoding.name, layout, matrix_scale is not None, rule)
     inputs = [x.reshape(-1, n, k), *([] if matrix_scale is None else [matrix_scale.reshape(-1)])]
     outputs = torch.ops.fusion_moe.run(source, [t.contiguous() for t in inputs], [len(inputs[0])])
     of_matrix = [] if matrix_scale is None else [matrix_scale]
@@ -77,8 +77,12 @@ def _by_program(
 
 
 @lru_cache
-def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, scaled: bool) -> str:
-    """The text of what makes the parts of matrices; scaled: their scales are given."""
+def _program(
+    n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, scaled: bool, rule: str
+) -> str:
+    """The text of what makes the parts of matrices; scaled: their scales are given; rule: for those
+    of blocks.
+    """
     fd = FusionDefinition()
     count = fd.define_size("count")
     x, scales = fd.define_tensor(shape=[count, n, k], dtype=dtype), list[Value]()
@@ -86,7 +90,7 @@ def _program(n: int, k: int, dtype: torch.dtype, encoding: str, layout: str, sca
         scales = [fd.define_tensor(shape=[count], dtype="f32")]
     elif encoding == NVFP4.name:
         scales = [fd.ops.decode_scale(x, encoding=encoding)]
-    weight = fd.ops.quantize(x, *scales, encoding=encoding)
+    weight = fd.ops.quantize(x, *scales, encoding=encoding, scales=rule)
     if layout != "linear":
         weight = fd.ops.relayout(weight, layout=layout)
     for part in (*fd.ops.unpack(weight), *([] if scaled else scales)):

@@ -156,7 +156,7 @@ class Weight:
         parts, recodes = self.natural, self.form.encoding != form.encoding
         if not (into or recodes) and self.form.steps == form.steps:
             return Weight(_stored(parts, form), form)
-        kernels = recodes and self._rounds_to(form, scales, (into or parts)[0].device)
+        kernels = recodes and self._rounds_to(form, (into or parts)[0].device)
         if kernels and not into:  # nothing to copy
             (x,) = self.form.unpack([t.detach() for t in parts])
             encoded = round_(
@@ -175,13 +175,13 @@ class Weight:
         counts = [count for count in lost if count is not None]
         return Weight(_stored(own, form), form, torch.stack(counts).sum(0) if counts else None)
 
-    def _rounds_to(self, form: Form, scales: str, device: torch.device) -> bool:
+    def _rounds_to(self, form: Form, device: torch.device) -> bool:
         """Whether kernels write what they round in the layout of a form: where there are any, and
         runs of rows are whole tiles.
         """
         return (
             self.form.encoding.plain
-            and by_kernels(device, form.encoding, scales)
+            and by_kernels(device, form.encoding)
             and not form.padding
             and self.shape[-2] // form.runs % LAYOUTS[form.layout].tile[0] == 0
         )
@@ -289,7 +289,7 @@ def rounded(
 ) -> Quantized:
     """x float[G, N, K] -> the same in an encoding. If matrices have scales, one for each of so many
     runs of their rows: matrix_scale, f32[G] or [G, runs], or chosen. layout: of the result; on
-    CUDA, by "max", if runs are whole tiles of it. scales: the rule for those of blocks.
+    CUDA, if runs are whole tiles of it. scales: the rule for those of blocks.
     """
     check_floats(x, encoding)
     weight = Weight.of_numbers(x).to(Form(encoding, layout, runs=runs), (), matrix_scale, scales)

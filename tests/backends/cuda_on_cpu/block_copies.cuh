@@ -29,6 +29,9 @@ u32 among_lanes(u32 x, Reduce reduce) {
 inline u32 __shfl_xor_sync(u32, u32 x, i32 by) {
     return among_lanes(x, [&] { return of_lane[threadIdx.x ^ by]; });
 }
+inline float __shfl_xor_sync(u32 lanes, float x, i32 by) {
+    return __uint_as_float(__shfl_xor_sync(lanes, __float_as_uint(x), by));
+}
 inline u32 __reduce_max_sync(u32, u32 x) {
     return among_lanes(x, [&] { return *std::max_element(of_lane, of_lane + 32); });
 }
@@ -65,6 +68,8 @@ void store_vector(T* p, const Vector<T, V>& x) {
 }
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.f / x; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 // Of numbers whose sum a double holds.
 inline float __fmaf_rd(float a, float b, float c) {

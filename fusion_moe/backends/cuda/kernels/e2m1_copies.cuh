@@ -77,18 +77,23 @@ __device__ __forceinline__ void e2m1_pairs(u32* pairs, const Bits<T>& x, float u
     }
 }
 
-// The scale of numbers whose largest magnitude has the bits `most`, as it is stored and as in
-// tiles; unit: the number that code 2 stands for.
+// The scale of numbers, a lane's, whose largest magnitude in the block has the bits `most`: as it
+// is stored, and as in tiles; unit: the number that code 2 stands for. LEAST .. LARGEST: what a
+// search stores.
 struct E4m3Scale {
-    static constexpr i32 BLOCK = 16;
+    static constexpr i32 BLOCK = 16, LEAST = 1, LARGEST = 0x7E;
     u32 stored;
     float unit;
 
-    __device__ __forceinline__ E4m3Scale(u32 most, float of_matrix) {
+    template <class Numbers>
+    __device__ __forceinline__ E4m3Scale(u32 most, float of_matrix, const Numbers&) {
         const float wanted = __fdiv_rn(__uint_as_float(most), 6.f * of_matrix);
         const float inside = wanted != wanted ? wanted : fminf(fmaxf(wanted, 0x1p-9f), 448.f);
         stored = most == 0 ? 0x38 : e4m3_pair(inside, 0.f);
-        unit = most == 0 ? 1.f : of_matrix * e4m3_(stored);
+        unit = most == 0 ? 1.f : number(stored, of_matrix);
+    }
+    __device__ __forceinline__ static float number(u32 stored, float of_matrix) {
+        return of_matrix * e4m3_(stored);
     }
 
     // With five bits of exponent: bytes of subnormal numbers, 0x80 more, NaN.
@@ -99,15 +104,83 @@ struct E4m3Scale {
 };
 
 struct PowerOfTwoOf4Bits {
-    static constexpr i32 BLOCK = 32;
+    static constexpr i32 BLOCK = 32, LEAST = 0, LARGEST = 254;
     u32 stored;
     float unit;
 
-    __device__ __forceinline__ PowerOfTwoOf4Bits(u32 most, float) {
+    template <class Numbers>
+    __device__ __forceinline__ PowerOfTwoOf4Bits(u32 most, float, const Numbers&) {
         stored = most >= 0x7F800000 ? 255 : max(most >> 23, 2u) - 2;
-        unit = most == 0 ? 1.f : e8m0_(stored);
+        unit = most == 0 ? 1.f : number(stored, 1.f);
     }
+    __device__ __forceinline__ static float number(u32 stored, float) { return e8m0_(stored); }
     __device__ __forceinline__ u32 in_tiles() const { return stored; }
+};
+
+// The number of a code that is nearest to a magnitude, as `nearest` in encodings/e2m1.py; of NaN 6.
+__device__ __forceinline__ float e2m1_nearest(float size) {
+    const float inside = fminf(size, 6.f), power = fmaxf(inside, 1.f),
+                large = __uint_as_float(__float_as_uint(power) & 0x7F800000) * 0x1p22f;
+    return inside + large - large;
+}
+
+// The squared error of magnitudes that are rounded to codes times a step, summed in pairs. over:
+// what divides by the step.
+template <class Over>
+__device__ __forceinline__ float squared_error(const float (&sizes)[16], float step, Over over) {
+    float squares[16];
+#pragma unroll
+    for (int v = 0; v < 16; ++v) {
+        const float off = e2m1_nearest(over(sizes[v])) * step - sizes[v];
+        squares[v] = off * off;
+    }
+#pragma unroll
+    for (int apart = 1; apart < 16; apart *= 2) {
+#pragma unroll
+        for (int v = 0; v < 16; v += 2 * apart) squares[v] += squares[v + apart];
+    }
+    return squares[0];
+}
+
+// The scale with the least squared error (encodings/search.py): the usual one, or one of FIRST ..
+// LAST numbers up from that of so many halves of the largest magnitude.
+//
+// Quotients are products with the reciprocal, corrected once by what remains, to 2^-46. They are
+// rounded as by dividing: tried for all steps from 1 to 2, and what lies within 6 ulp of each
+// middle.
+template <class Usual, i32 HALVES, i32 FIRST, i32 LAST>
+struct Searched : Usual {
+    template <class Numbers>
+    __device__ __forceinline__ Searched(u32 most, float of_matrix, const Numbers& x)
+        : Usual(most, of_matrix, x) {
+        float sizes[16], least = 0.f;
+#pragma unroll
+        for (int v = 0; v < 16; ++v) sizes[v] = fabsf(x[v / 8].number(v % 8));
+        const float largest = __uint_as_float(most);
+        const Usual beside(__float_as_uint(largest * (HALVES / 2.f)), of_matrix, x);
+        const u32 usual = this->stored;
+#pragma unroll 1
+        for (i32 d = FIRST - 1; d <= LAST; d += HALVES == 2 && d == -1 ? 2 : 1) {
+            const u32 tried =
+                d < FIRST ? usual : min(max(i32(beside.stored) + d, Usual::LEAST), Usual::LARGEST);
+            const float signed_step = Usual::number(tried, of_matrix), step = fabsf(signed_step);
+            float error;
+            if (step >= 0x1p-100f && step <= 0x1p100f && largest <= 0x1p20f * step) {
+                const float over = __frcp_rn(step);
+                error = squared_error(sizes, step, [=](float size) {
+                    const float near = size * over;
+                    return __fmaf_rn(__fmaf_rn(-near, step, size), over, near);
+                });
+            } else {
+                error =
+                    squared_error(sizes, step, [=](float size) { return __fdiv_rn(size, step); });
+            }
+            if (Usual::BLOCK == 32) error += __shfl_xor_sync(WHOLE_WARP, error, 1);
+            if (d >= FIRST && !(error < least)) continue;
+            least = error, this->stored = tried;
+            if (most != 0) this->unit = signed_step;
+        }
+    }
 };
 
 // Both halves of a word of a tile (encodings/e2m1.py). at_hi: the codes of h and i, that of j = 0
@@ -170,7 +243,7 @@ class E2m1Tile {
             u32 most = largest_of<T, 2>(x_[i]);
             if (LANES == 2) most = max(most, __shfl_xor_sync(WHOLE_WARP, most, 1));
             const i64 m = min(first_ + 8 * i, end_ - 1);
-            const Scale by(most, of_matrix(m));
+            const Scale by(most, of_matrix(m), x_[i]);
             in_tiles[i] = by.in_tiles();
             const E2m1Limits<T> limits(by.unit);
             const bool suit = limits.suit(by.unit);
