@@ -50,9 +50,9 @@ def found(engine: Engine, case: str) -> Iterator[tuple[str, Any]]:
         yield "awake", first
         yield from _slept(engine, int(case[-1]))
     elif case == "mtp":
-        counts = {m.name: m.value for m in engine.llm.get_metrics() if "spec_decode" in m.name}
+        metrics = {m.name: m for m in engine.llm.get_metrics()}
         names = "num_draft_tokens", "num_accepted_tokens"
-        yield "drafts, taken", [counts[f"vllm:spec_decode_{name}"] for name in names]
+        yield "drafts, taken", [metrics[f"vllm:spec_decode_{name}"].value for name in names]
     yield "numbers", numbers(engine)
 
 
