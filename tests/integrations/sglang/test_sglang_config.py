@@ -40,11 +40,16 @@ def test_registered_once_or_more_often() -> None:
 
 
 @pytest.mark.parametrize("plugins", [{}, {"SGLANG_PLUGINS": "other"}], ids=["all", "others"])
-def test_sglang_finds_it_unless_its_own_variable_leaves_it_out(plugins: dict[str, str]) -> None:
+def test_sglang_takes_its_name_unless_its_own_variable_leaves_it_out(
+    plugins: dict[str, str],
+) -> None:
+    """In the order of `sglang serve`: plug-ins, then the command line."""
     code = (
-        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
-        "from sglang.srt.layers.quantization import QUANTIZATION_METHODS\n"
-        "print('fusion_moe' in QUANTIZATION_METHODS)"
+        "import argparse; from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser)\n"
+        "line = '--model-path directory --quantization fusion_moe'\n"
+        "print(parser.parse_args(line.split()).quantization)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -52,7 +57,10 @@ def test_sglang_finds_it_unless_its_own_variable_leaves_it_out(plugins: dict[str
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split()[-1] == str(not plugins), done.stderr
+    if plugins:
+        assert "invalid choice: 'fusion_moe'" in done.stderr
+    else:
+        assert done.stdout.split()[-1:] == ["fusion_moe"], done.stderr
 
 
 def test_only_who_asks_gets_it() -> None:
