@@ -179,7 +179,7 @@ void many(i32 calls) {
 
 // A number whose bits are those of a word that has not come arrives, as some NaN, and comes back.
 void not_a_number() {
-    Ranks<2> ranks(SHORT);
+    Ranks<2> ranks(LONG);
     ranks.each([](Rank<2>& rank, i32) {
         for (i32 i = 0; i < 4; ++i) {
             rank.draw(9, 9);
@@ -246,7 +246,7 @@ void lost(Phase phase, bool equal, std::function<void(Rank<RANKS>&)> how) {
             if (i == 1 && phase == OF_BACK) NEED(rank.error == 0);
             rank.compute();
             rank.combine();
-            NEED(now() - start < 20 * SHORT);
+            NEED(now() - start < LONG / 2);
             NEED(i > 0 || rank.right());
             NEED(u64(rank.error) >> 32 == (i ? fault(LAST) : 0));
             NEED(i == 0 || (rank.error >> 24 & 0xFF) == phase);
