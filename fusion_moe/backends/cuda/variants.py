@@ -396,7 +396,7 @@ def _of_both_orders(*sizes: tuple[int, int, int]) -> tuple[LargeMma, ...]:
 M8 = (
     SmallM(1, 1, 1, 1, 3, 8),
     SmallM(1, 1, 2, 1, 3, 8),
-    SmallM(1, 1, 4, 1, 3, 4),
+    SmallM(1, 1, 4, 2, 2, 4),
     SmallM(1, 1, 8, 1, 3, 4),
     SmallM(1, 1, 1, 4, 4, 4, row_order=True),
     SmallM(1, 1, 1, 1, 3, 6, row_order=True),

@@ -42,6 +42,9 @@ class SmallM {
         return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS);
     }
     static constexpr int UNROLL = unroll(BUFFERS);
+    // Whether activations are requested before others may start. The compiler puts the first use
+    // of weights, which waits for memory, before loads that follow there. It pays with few tiles.
+    static constexpr bool ROWS_FIRST = IN_FLIGHT == 2 && TILES_PER_WARP == 1;
 
     static constexpr bool SPLITS_LAST_WAVE =
         WAVE > 0 && 2 * SPLIT_K <= WARPS&& WEIGHT_TILES % (2 * Segment::BLOCK_TILES) ==
@@ -103,10 +106,11 @@ class SmallM {
         if (in_group) tile.prefetch_weights(m_tile, column);
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
             griddepcontrol_wait();
+        if (ROWS_FIRST && in_group) tile.prefetch_activations(m_tile);
         griddepcontrol_launch_dependents();
         if (in_group) {
             mark_tile(threadIdx.x == 0, false);
-            tile.prefetch_activations(m_tile);
+            if (!ROWS_FIRST) tile.prefetch_activations(m_tile);
             tile.multiply(partials);
             __syncthreads();
             Epilogue::store(s, m_tile, column, partials);
