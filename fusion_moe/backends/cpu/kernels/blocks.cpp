@@ -7,7 +7,15 @@
 
 namespace {
 
-constexpr int LANES = 16, MOST = 128;  // blocks side by side, elements of a block
+// Blocks side by side: those of a register. GCC compares longer vectors one element at a time.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int MOST = 128;  // elements of a block
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
