@@ -55,7 +55,8 @@ def scale_of(encoding: Encoding, rule: str) -> str:
     usual = SCALES[encoding.name]
     if rule == "max":
         return usual
-    (factor, first), *_, (_, last) = 2 * tuple(encoding.scales[0].others[rule])
+    tried = tuple(encoding.scales[0].others[rule])
+    (factor, first), (_, last) = tried[0], tried[-1]
     return f"Searched<{usual}, {int(2 * factor)}, {first}, {last}>"
 
 

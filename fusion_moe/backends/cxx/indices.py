@@ -240,14 +240,15 @@ def bounds(index: Index, below: int) -> tuple[int, int] | None:
         case Operation("%", a, Number(n)) if (x := bounds(a, below)) and x[0] // n != x[1] // n:
             return 0, n - 1
         case Operation(operator, a, Number(n)) if x := bounds(a, below):
-            return _OPERATORS[operator](x[0], n), _OPERATORS[operator](x[1], n)
+            ends = [_OPERATORS[operator](end, n) for end in x]
+            return min(ends), max(ends)
     return None
 
 
 def progression(index: Index, count: int) -> tuple[int, int] | None:
     """How an index of one variable j grows while j goes through `count` numbers from one of their
     multiples on: (step, factor), if it begins at a multiple of `factor` and each further j adds
-    `step`. None: not known.
+    `step`, which is not negative. None: not known.
     """
     match index:
         case Number(n):
@@ -256,7 +257,7 @@ def progression(index: Index, count: int) -> tuple[int, int] | None:
             return 1, count
         case Operation("+", a, b) if (x := progression(a, count)) and (y := progression(b, count)):
             return x[0] + y[0], gcd(x[1], y[1])
-        case Operation("*", a, Number(n)) if x := progression(a, count):
+        case Operation("*", a, Number(n)) if (x := progression(a, count)) and x[0] * n >= 0:
             return x[0] * n, x[1] * n
         case Operation("/" | "%" as operator, a, Number(n)) if x := progression(a, count):
             (step, factor), length = x, max(1, x[0] * count)
