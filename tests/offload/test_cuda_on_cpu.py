@@ -197,9 +197,11 @@ def test_homes_in_files(slots, encoding, tmp_path, monkeypatch):
 
 
 def test_a_long_step_without_room_for_copies():
+    """It has the bits of its short steps: a CPU's kernels may differ by their number of rows."""
     plain, args = encoded("nvfp4"), tokens(40)
     found = offloaded(plain, 3, spare=1)
-    assert torch.equal(found(*args), plain(*args))
+    short = zip(*(t.split(ROWS // 3) for t in args), strict=True)
+    assert torch.equal(found(*args), torch.cat([plain(*piece) for piece in short]))
 
 
 def test_what_is_wrong_is_told():
