@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fusion_moe.errors import Error, OptionError, ParseError, ShapeError, Unsupp
 from fusion_moe.integrations.distributed.shares import keep_experts, keep_features
 from fusion_moe.ir.activation import read
 from fusion_moe.nn import Experts, activation, swiglu
+from fusion_moe.nn.conversion import traced_activation
 from fusion_moe.nn.conversion.traced_activation import activation_of
 from tests.nn.test_padding import E, calls, padded, same_results, weight
 
@@ -176,6 +178,44 @@ def test_numbers_and_functions_of_an_instance_count():
     assert "3.0" in activation_of(module)
     module.act_fn = F.relu
     assert "relu" in activation_of(module)
+
+
+class Layer(torch.nn.Module):
+    """An expert module of a model of many layers."""
+
+    has_gate = True
+
+    def __init__(self, config, **own):
+        super().__init__()
+        self.config, self.act_fn = config, torch.nn.SiLU()
+        vars(self).update(own)
+
+    def _apply_gate(self, both):
+        gate, up = both.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=self.config.limit) * up
+
+
+def test_layers_that_compute_the_same_are_traced_once(monkeypatch):
+    traced, real = [], traced_activation._of_module
+    monkeypatch.setattr(traced_activation, "_by_kind", {})
+    monkeypatch.setattr(traced_activation, "_of_module", lambda m: real(traced.append(m) or m))
+    config = SimpleNamespace(limit=5.0)
+    layers = [Layer(config) for _ in range(4)]
+    (text,) = {activation_of(m) for m in layers}
+    assert traced == layers[:1]
+
+    (other := Layer(config)).act_fn = torch.nn.ReLU()
+    config_of_its_own = Layer(SimpleNamespace(limit=6.0))
+    (hooked := Layer(config)).act_fn.register_forward_hook(lambda *_: _[-1] * 2)
+    assert "6.0" in activation_of(config_of_its_own)
+    assert "relu" in activation_of(other)
+    assert activation_of(hooked) not in (None, text)
+    config.limit = 7.0
+    assert "7.0" in activation_of(Layer(config))
+    assert len(traced) == 5
+    for _ in range(2):  # two that cannot be compared
+        activation_of(Layer(config, names=["a"]))
+    assert len(traced) == 7
 
 
 @pytest.mark.parametrize(("name", "parts", "count", "width"), CASES)

@@ -6,11 +6,12 @@ import inspect
 import operator
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import tracing
 from torch.fx import GraphModule, Node
 
@@ -62,7 +63,11 @@ def activation(
         ) from error
 
 
-_traced = WeakKeyDictionary[Any, tuple[Hashable, dict[bool, str | None]]]()  # by module
+Texts = dict[bool, str | None]  # by whether gate and up are as they are stored
+_traced = WeakKeyDictionary[Any, tuple[Hashable, Texts]]()  # by module
+_by_kind: dict[Hashable, tuple[Texts, Any]] = {}  # and what the kind names, so that it stays
+_KINDS, _ABSENT, _HOOKS = 64, nn.Identity(), ("_forward_hooks", "_forward_pre_hooks")
+_COMPARED = bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType
 
 
 def activation_of(module: Any, as_stored: bool = False) -> str | None:
@@ -74,16 +79,8 @@ def activation_of(module: Any, as_stored: bool = False) -> str | None:
     """
     numbers, cached = _numbers(module), _traced.get(module)
     if cached is None or cached[0] != numbers:
-        _traced[module] = cached = numbers, _of_module(module)
+        _traced[module] = cached = numbers, _of_kind(module)
     return cached[1][as_stored]
-
-
-def is_that_of(module: Any, copy: Any) -> None:
-    """Gives `module` the traced activation of `copy`, a copy of it, so that the same function is
-    not traced twice. Nothing happens if the copy's was not traced.
-    """
-    if copy in _traced:
-        _traced[module] = _numbers(module), _traced[copy][1]
 
 
 # torch.compiler.assume_constant_result or disable, which would import the tracer. What a module's
@@ -108,7 +105,41 @@ def _numbers(module: Any) -> Hashable:
     )
 
 
-def _of_module(module: Any) -> dict[bool, str | None]:
+def _of_kind(module: Any) -> Texts:
+    """As `_of_module`: once for all layers of a model, and for copies of them."""
+    kind = _kind(module)
+    if kind is None:
+        return _of_module(module)
+    if kind not in _by_kind:
+        if len(_by_kind) == _KINDS:
+            _by_kind.clear()
+        _by_kind[kind] = _of_module(module), getattr(module, "config", None)
+    return _by_kind[kind][0]
+
+
+def _kind(module: Any) -> Hashable:
+    """All that the activations of two modules may differ by. None where that is not known: with
+    tensors, hooks or objects of their own.
+    """
+    function = getattr(module, "act_fn", _ABSENT)
+    if not (isinstance(module, nn.Module) and isinstance(function, nn.Module)):
+        return None
+    more = [vars(function)[n] for n in ("_modules", "_parameters", "_buffers", *_HOOKS)]
+    own = [(n, v) for m in (module, function) for n, v in vars(m).items() if n not in vars(_ABSENT)]
+    own = [(n, v) for n, v in own if n != "config"]
+    config = getattr(module, "config", None)
+    if (
+        module._modules.keys() - {"act_fn"}
+        or any(more)
+        or not all(isinstance(v, _COMPARED) for _, v in own)
+    ):
+        return None
+    own += [(n, v) for n, v in getattr(config, "__dict__", {}).items() if isinstance(v, _COMPARED)]
+    gate = getattr(type(module), "_apply_gate", None)
+    return type(module), gate, type(function), id(config), tuple((n, type(v), v) for n, v in own)
+
+
+def _of_module(module: Any) -> Texts:
     function, parts = (module._apply_gate, 2) if module.has_gate else (module.act_fn, 1)
     try:
         with real_tensors():
