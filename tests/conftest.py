@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,36 +28,41 @@ ABOUT, ABOUT_ALL = 7_000, 11_600
 GOLDEN = TESTS / "golden"
 # Folders of tests that depend on no version of torch, or that the newest is enough for: the full
 # lane runs none of them but for what needs nvFuser or thunder.
-ONE_TORCH = {
-    "backends",
-    "checkpoints",
-    "cli",
-    "families",
-    "formats",
-    "fuzz",
-    "ir",
-    "passes",
-    "schedule",
-    "tools",
-    "integrations/nvfuser",
-    "integrations/peft",
-    "integrations/transformers",
-    "test_cover.py",
-    "test_golden_fixture.py",
-}
+ONE_TORCH = frozenset(
+    {
+        "backends",
+        "checkpoints",
+        "cli",
+        "families",
+        "formats",
+        "fuzz",
+        "ir",
+        "passes",
+        "schedule",
+        "tools",
+        "integrations/nvfuser",
+        "integrations/peft",
+        "integrations/transformers",
+        "test_cover.py",
+        "test_golden_fixture.py",
+    }
+)
 # What it runs of the others without `--all`: where torch's versions differ.
-BY_TORCH = {
-    "integrations/thunder",
-    *(f"compile/test_{name}.py" for name in ("fx_regions", "inductor")),
-    *(f"ops/test_{name}.py" for name in ("compat", "fakes")),
-    *("runtime/test_native.py", "translators/test_aten.py"),
-    *("test_docs.py", "test_env.py"),
-}
+BY_TORCH = frozenset(
+    {
+        "integrations/thunder",
+        *(f"compile/test_{name}.py" for name in ("fx_regions", "inductor")),
+        *(f"ops/test_{name}.py" for name in ("compat", "fakes")),
+        *("runtime/test_native.py", "translators/test_aten.py"),
+        *("test_docs.py", "test_env.py"),
+    }
+)
 # The files that take longest, some of it without a CPU.
 FIRST = ("integrations/distributed/test_ranks.py", "test_docs.py", "test_packaging.py")
 # In the text of files with tests that need nvFuser or thunder.
 OF_FULL_LANE = re.compile(r"mark\.(nvfuser|thunder)|^from ways import", re.MULTILINE)
 FULL_LANE = importlib.util.find_spec("nvfuser_direct") is not None
+BEGUN, OVER = time.monotonic(), "the time of --within is over"
 
 # hypothesis would also draw numbers that stand in modules, of those that tests before have imported
 providers._get_local_constants = lambda: providers._local_constants
@@ -82,6 +87,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "examples: make test-all",
     )
     parser.addoption(
+        "--rest",
+        action="store_true",
+        help="of --all, what `make test` leaves out, and what it runs otherwise: make test-rest",
+    )
+    parser.addoption(
+        "--within",
+        type=float,
+        metavar="MINUTES",
+        help="skip tests that would begin after so many minutes, and say how many",
+    )
+    parser.addoption(
         "--update-golden",
         action="store_true",
         help="rewrite tests/golden/ from what the code says now; then read git diff",
@@ -95,7 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    profile = "ci" if config.getoption("--all") else "quick"
+    profile = "ci" if with_rest(config) else "quick"
     hypothesis.settings.load_profile(os.environ.setdefault("HYPOTHESIS_PROFILE", profile))
     if folder := config.getoption("--keep-definitions"):
         import judge
@@ -145,17 +161,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not FULL_LANE or every(config) or not collection_path.match("test_*.py"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return True if _once(collection_path, config) and not OF_FULL_LANE.search(text) else None
+    once = _among(ONE_TORCH, collection_path) or not _among(BY_TORCH, collection_path)
+    return True if once and not OF_FULL_LANE.search(text) else None
 
 
 @cache
-def _once(path: Path, config: pytest.Config) -> bool:
-    """Whether the tests of a file run in the base lane alone, but for what needs more."""
-
-    def among(names: set[str]) -> bool:
-        return not {TESTS / name for name in names}.isdisjoint((path, *path.parents))
-
-    return among(ONE_TORCH) or not (every(config) or among(BY_TORCH))
+def _among(names: frozenset[str], path: Path) -> bool:
+    """Whether a file is one of these, or in one of these folders."""
+    return not {TESTS / name for name in names}.isdisjoint((path, *path.parents))
 
 
 @pytest.hookimpl(trylast=True)  # folders add marks of theirs
@@ -167,17 +180,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = {item.path for item in items if any(map(item.get_closest_marker, ("slow", "once")))}
     items.sort(key=lambda item: (item.path not in first, item.path not in long))
     for item in items:
-        needs_more = any(map(item.get_closest_marker, ("nvfuser", "thunder")))
-        if _once(item.path, config) and not needs_more:
+        if _among(ONE_TORCH, item.path) and not _needs_more(item):
             item.add_marker("once")
     if not every(config):
-        once = {item for item in items if FULL_LANE and item.get_closest_marker("once")}
-        rest = once | set(left_out(item for item in items if item not in once))
-        config.hook.pytest_deselected(items=list(rest))
-        items[:] = [item for item in items if item not in rest]
+        chosen = _of_make_test(items)
+    elif not with_rest(config):
+        return
+    else:
+        chosen = _of_all(items)
+        if config.getoption("--rest"):
+            chosen -= {item for item in _of_make_test(items) if not _runs_otherwise(item)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def _needs_more(item: pytest.Item) -> bool:
+    """Whether a test needs what only the full lane has."""
+    return any(map(item.get_closest_marker, ("nvfuser", "thunder")))
+
+
+def _of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """A cover of each grid; in the full lane where torch's versions differ, and what needs it."""
+    if FULL_LANE:
+        items = [i for i in items if _needs_more(i) or _among(BY_TORCH, i.path)]
+        items = [i for i in items if not i.get_closest_marker("once")]
+    items = list(items)
+    return set(items) - set(left_out(items))
+
+
+def _of_all(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Every test; in the full lane a cover of what the base lane has with another torch."""
+    again = (i for i in items if not (_needs_more(i) or _among(BY_TORCH, i.path)))
+    return set(items) - set(left_out(again) if FULL_LANE else ())
+
+
+def _runs_otherwise(item: pytest.Item) -> bool:
+    """Whether a test that `make test` runs does more with --all: it draws examples, or has a
+    fixture that looks at it.
+    """
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        return True
+    of = getattr(item, "fixturenames", ())
+    return "call_by_call" in of or "meaning_without_all" in of
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - BEGUN > 60 * within:
+        pytest.skip(OVER)
     if "torch" in sys.modules:
         # numbers that it draws depend on no test that ran before it; torch.manual_seed would keep a
         # stack for CUDA each time
@@ -401,7 +451,7 @@ class _HowLong:
     """
 
     def __init__(self, config: pytest.Config):
-        self.config, self.begun, self.ran = config, time.monotonic(), 0
+        self.config, self.begun, self.ran, self.over = config, time.monotonic(), 0, 0
         self.lane = "full" if FULL_LANE else "base"
         self.key = f"fusion_moe/{self.lane}{'-all' * every(config)}"
         self._cache = getattr(config, "cache", None)  # without it: -p no:cacheprovider
@@ -417,6 +467,11 @@ class _HowLong:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran += report.when == "setup"
+        self.over += report.skipped and OVER in str(report.longrepr)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.over:
+            terminalreporter.write_line(f"{self.over:,} tests did not run: {OVER}")
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self._cache and exitstatus in (0, 1) and all_asked_for(self.config) and self.ran:
@@ -482,7 +537,12 @@ class _StaleGoldens:
 
 def every(config: pytest.Config) -> bool:
     """Whether the files that are asked for run with all their tests: with --all, or by name."""
-    return config.getoption("--all") or any("::" in arg for arg in config.args)
+    return with_rest(config) or any("::" in arg for arg in config.args)
+
+
+def with_rest(config: pytest.Config) -> bool:
+    """Whether what `make test` leaves out was asked for."""
+    return config.getoption("--all") or config.getoption("--rest")
 
 
 def all_asked_for(config: pytest.Config) -> bool:
@@ -496,6 +556,7 @@ def all_asked_for(config: pytest.Config) -> bool:
         "lf",
         "stepwise",
         "collectonly",
+        "rest",
     )
     if any(getattr(config.option, name, None) for name in narrowing):
         return False
