@@ -281,8 +281,26 @@ def test_errors_come_first(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
             offload_(model, {0: "1GB"})
-        with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
-            from_pretrained(MADE / NAME, max_memory={0: "1GB", "cpu": "1GB"}, device_map="auto")
+        for memory in ({0: "1GB"}, {0: "1GB", "cpu": "1GB"}):
+            with pytest.raises(UnsupportedError, match="no GPU for cuda:0"):
+                from_pretrained(MADE / NAME, max_memory=memory, device_map="auto")
+
+
+@pytest.mark.parametrize("cpu", [{}, {"cpu": "1GB"}])
+def test_max_memory_alone_offloads(cpu, monkeypatch, want):
+    """Of one GPU, whether or not it says how much of the host's memory there is: accelerate would
+    place what has no room on a disk.
+    """
+
+    def pretended(memory: dict[int | str, int]) -> tuple[str, int]:
+        return "pretended", memory[0]
+
+    monkeypatch.setattr(fusion_moe.offload.offload, "device_and_bytes", pretended)
+    monkeypatch.setattr(loading, "device_and_bytes", pretended)
+    memory = {0: room(3, tokens=plan.KV_TOKENS)}
+    model = from_pretrained(MADE / NAME, device_map="auto", max_memory=memory | cpu)
+    assert len(stored(model)) == 1
+    assert model(IDS).logits.equal(want)
 
 
 def test_accelerate_places_what_is_not_offloaded(caplog):

@@ -111,8 +111,8 @@ def from_pretrained(
     directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so only
     for experts encoded in 4 bits.
 
-    max_memory of one GPU and the CPU, with device_map="auto" or experts_device: experts that do not
-    fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
+    max_memory of one GPU, and perhaps the CPU, with device_map="auto" or experts_device: experts
+    that do not fit on the GPU are offloaded. experts_device, kv_tokens: as for `offload.offload_`.
     """
     if isinstance(name := kwargs.get("quantization_config"), str):
         kwargs["quantization_config"] = config_of(name, "from_pretrained")
@@ -314,7 +314,6 @@ def _may_offload(directory: str | Path | None, mesh: Any, kwargs: Mapping[str, A
     return (
         kwargs.get("device_map") == "auto"
         and isinstance(memory, Mapping)
-        and "cpu" in memory
         and [isinstance(key, int) for key in memory if key != "cpu"] == [True]
         and mesh is None
         and directory is not None
