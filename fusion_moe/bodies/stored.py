@@ -118,8 +118,11 @@ def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     if captured or any(t.is_inference() for t in tensors):
         return []  # a graph's own kernels must see writes; or torch counts none
     state, of = [t._version for t in tensors], pack.attrs
-    form = wanted, of["encoding"], of["layout"], of.get("transposed"), tensors[0].shape
-    key = *form, *[t.data_ptr() for t in tensors]
+    form = wanted, of["encoding"], of["layout"], of.get("transposed")
+    key = (  # others begin at the same address, too, or are of a storage that counts by itself
+        *form,
+        *[(t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride()) for t in tensors],
+    )
     entry = _kept.get(key)
     if entry is None:
         _kept[key] = _Kept(state)

@@ -112,6 +112,29 @@ def test_other_tensors_in_a_module_are_others():
     assert stored.kept_bytes() <= size()
 
 
+def test_others_at_the_same_address_are_others():
+    layer, factors = Layer(), torch.arange(1.0, 2 * G + 1)
+    scale = layer.scale
+    for layer.factor in (factors[:G], factors[::2], factors[:1].expand(G)):
+        for _ in range(3):
+            assert layer(X).equal(layer.alone(X))
+    layer.scale = scale[:1].expand_as(scale)
+    for _ in range(3):
+        assert layer(X).equal(layer.alone(X))
+
+
+def test_each_storage_of_the_same_memory_counts_its_own_writes():
+    layer = Layer()
+    memory = as_bytes(layer.scale).numpy()
+    one, other = (torch.from_numpy(memory).view(layer.scale.dtype) for _ in range(2))
+    layer.scale = one
+    layer(X), layer(X)
+    flipped(one)
+    layer.scale = other
+    for _ in range(3):
+        assert layer(X).equal(layer.alone(X))
+
+
 def test_weights_that_change_are_not_made_again():
     layer = Layer()
     for _ in range(stored.FEW):
