@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-sys.path += [str(Path(__file__).resolve().parents[2] / d) for d in ("benchmarks", "tools/vllm_gpu")]
+sys.path += [
+    str(Path(__file__).resolve().parents[2] / d) for d in ("benchmarks", "tools/engines_gpu")
+]
 
 import cpu_moe_page
 import h200_page

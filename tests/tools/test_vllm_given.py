@@ -1,4 +1,4 @@
-"""tools/vllm_gpu/given.py: small checkpoints of published entries of config.json are read."""
+"""tools/engines_gpu/given.py: small checkpoints of published entries of config.json are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from fusion_moe.checkpoints import Directory
 from fusion_moe.transformers import from_pretrained
 
-TOOL = Path(__file__).parents[2] / "tools" / "vllm_gpu" / "given.py"
+TOOL = Path(__file__).parents[2] / "tools" / "engines_gpu" / "given.py"
 _COMMON: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 96}
 _COMMON |= {"moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _COMMON |= {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "head_dim": 64}

@@ -1,4 +1,4 @@
-"""tools/vllm_gpu/pack.py: which wheels travel, which machine code, and that pieces join again."""
+"""tools/engines_gpu/pack.py: which wheels travel, which machine code, and how pieces join."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def pack() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pack", ROOT / "tools/vllm_gpu/pack.py")
+    spec = importlib.util.spec_from_file_location("pack", ROOT / "tools/engines_gpu/pack.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -91,7 +91,8 @@ def test_what_travels(pack: ModuleType, tmp_path: Path) -> None:
     wheel(wheels, "a", "b", "vllm")
     wheel(wheels, "b", 'd; extra == "more"', 'e; extra == "other"')
     wheel(wheels, "d")
-    paths = pack.closure(["vllm==1.0"], wheels, {"torch"}, "3.12")
+    installed = {"torch"} | pack.ENGINES["vllm"].unneeded
+    paths = pack.closure(["vllm==1.0"], wheels, installed, "3.12")
     assert [p.parent.name for p in paths] == ["vllm", "a", "b", "d"]
 
 
@@ -119,13 +120,16 @@ def test_pieces_join(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
     site = tmp_path / "site"
     monkeypatch.setattr("sys.argv", ["pack.py", "unpack", str(tmp_path / "pieces"), str(site)])
     pack.main()
-    assert sorted(str(p.relative_to(site)) for p in site.rglob("*") if p.is_file()) == [
+    found = sorted(str(p.relative_to(site)) for p in site.rglob("*") if p.is_file())
+    assert [name for name in found if not name.startswith("fusion_moe-")] == [
         "vllm-1.0.dist-info/METADATA",
         "vllm/__init__.py",
         "vllm/data.json",
         "vllm/vllm_flash_attn/_vllm_fa3_C.py",
     ]
     assert (site / "vllm/data.json").read_text() == "vllm"
+    (plugins,) = site.glob("fusion_moe-*.dist-info/entry_points.txt")
+    assert "vllm.general_plugins" in plugins.read_text()
     (tmp_path / "pieces" / "site.1of2").unlink()
     with pytest.raises(SystemExit, match="1 of 2 pieces"):
         pack.main()

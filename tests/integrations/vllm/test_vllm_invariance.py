@@ -1,5 +1,5 @@
 """Prompts alone and in other company have the same tokens and log-probabilities, bit for bit, where
-experts run in row order (tools/vllm_gpu/invariance.py).
+experts run in row order (tools/engines_gpu/invariance.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from served import DEMO, ENVIRONMENT, adapter_of, judged
 from fusion_moe.checkpoints import quantize
 
 pytestmark = pytest.mark.slow
-TOOL = Path(__file__).parents[3] / "tools" / "vllm_gpu" / "invariance.py"
+TOOL = Path(__file__).parents[3] / "tools" / "engines_gpu" / "invariance.py"
 PARTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "max_num_batched_tokens": 64,

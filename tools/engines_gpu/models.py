@@ -75,10 +75,12 @@ _GPT_OSS = {
 }
 
 
-def make(folder: Path, name: str, layers: int | None = None) -> Path:
-    """Writes folder/name unless it is there, with some layers, by default those of its name."""
+def make(folder: Path, name: str, layers: int | None = None, **sizes: int) -> Path:
+    """Writes folder/name unless it is there, with some layers, by default those of its name; sizes:
+    entries of config.json to have others.
+    """
     made, (config, tensors) = folder / name, _MODELS[name]
-    config = config | {"num_hidden_layers": layers or config["num_hidden_layers"]}
+    config = config | {"num_hidden_layers": layers or config["num_hidden_layers"]} | sizes
     if name == "mxfp4":
         kinds = "sliding_attention", "full_attention"
         config["layer_types"] = [kinds[i % 2] for i in range(config["num_hidden_layers"])]

@@ -1,7 +1,7 @@
 """New weights in a running engine of vLLM, from bfloat16 parameters of a trainer on the same GPU:
 seconds, memory, and whether captured graphs and their answers stay.
 
-    python tools/vllm_gpu/refit.py DIRECTORY [--options '{"quantization": "fusion_moe"}']
+    python tools/engines_gpu/refit.py DIRECTORY [--options '{"quantization": "fusion_moe"}']
         [--forms whole each] [--out FILE.json]
 
 DIRECTORY: with Qwen3's configuration. Parameters are random, by transformers' names. whole: all

@@ -1,7 +1,7 @@
 """Whether what vLLM says to a prompt depends on the other prompts of a batch, and where: one engine
 in this process.
 
-    VLLM_BATCH_INVARIANT=1 python tools/vllm_gpu/invariance.py DIRECTORY [--out FILE.json]
+    VLLM_BATCH_INVARIANT=1 python tools/engines_gpu/invariance.py DIRECTORY [--out FILE.json]
         [--options '{"quantization": "fusion_moe"}'] [--adapter FOLDER] [--modules] [--speed]
 
 Each prompt is asked alone, then all of them in other company; greedy tokens and log-probabilities

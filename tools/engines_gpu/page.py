@@ -1,4 +1,4 @@
-"""Writes what tools/vllm_gpu measured into benchmarks/results/serving.md."""
+"""Writes what tools/engines_gpu measured into benchmarks/results/serving.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(record: Found) -> Path:
         parts += [f"## {model}: server", _server(kinds), *_soaks(kinds)]
     for model, cases in record.get("cases", {}).items():
         parts += [f"## {model}: beside the clock", _cases(cases)]
-    return write("serving", "tools/vllm_gpu", *parts)
+    return write("serving", "tools/engines_gpu", *parts)
 
 
 def _engine(kinds: Found) -> str:
@@ -116,7 +116,7 @@ def _server(kinds: Found) -> str:
 def _soaks(kinds: Found) -> Iterator[str]:
     """How mixed requests went."""
     for kind, found in kinds.items():
-        if soaked := found.get("soak"):
+        if "apart" in (soaked := found.get("soak", {})):  # it came to its end
             refused = ", ".join(f"{n} {how}" for how, n in sorted(soaked["malformed"].items()))
             median, high = (soaked["apart"][i] for i in (499, 989))
             gpu, host = soaked["grown_mib"]

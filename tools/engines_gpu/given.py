@@ -1,7 +1,7 @@
 """A small checkpoint of any config.json, as of DeepSeek, GLM or MiniMax: its sizes, few layers,
 random weights, experts in few bits.
 
-    python tools/vllm_gpu/given.py FOLDER CONFIG.json ... [--layers 4] [--to fp8]
+    python tools/engines_gpu/given.py FOLDER CONFIG.json ... [--layers 4] [--to fp8]
 
 transformers builds and saves the model, in bf16 on the GPU if there is one, and `quantize` writes
 it again: DeepSeek-V3 with one layer of experts takes 26 GB of memory, and 32 GB of disk meanwhile.

@@ -1,6 +1,6 @@
 """This library in vLLM on a GPU, beside vLLM's own kernels, in vLLM's default mode.
 
-    python tools/vllm_gpu FOLDER [--models nvfp4 glm/config.json] [--together] [--soak 600]
+    python tools/engines_gpu FOLDER [--models nvfp4 glm/config.json] [--together] [--soak 600]
         [--ranks tp2 ep2 tp4 ep4] [--cases plain dummy mtp sleep-1]
 
 Needs a GPU and vLLM. Makes models with random weights in FOLDER, those with a name or small ones of
@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ RANKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="vllm_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="engines_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--models",
@@ -179,18 +180,23 @@ def _keep(
         record.keep(json.loads(out.read_text()), "engines", title, kind)
 
 
+def _keep_soak(record: Record, name: str, kind: str, found: dict[str, Any]) -> None:
+    print({what: value for what, value in found.items() if what != "apart"}, flush=True)
+    record.keep(found, "servers", name, kind, "soak")
+
+
 def _servers(asked: argparse.Namespace, name: str, path: Path, record: Record) -> None:
     for kind in (kind for kind in asked.kinds if kind in KINDS):
-        with server.serving(path, asked.port, *KINDS[kind]) as running:
+        with server.serving("vllm", path, asked.port, *KINDS[kind]) as running:
             record.keep({"start_s": running.start_s}, "servers", name, kind)
             for n in CLIENTS if "server" in asked.parts else ():
                 record.keep(server.latencies(running, n), "servers", name, kind, str(n))
             if asked.soak:
-                soaked, prompts, alone = server.soak(running, CLIENTS[-1], asked.soak)
-                record.keep(soaked, "servers", name, kind, "soak")
+                keep = partial(_keep_soak, record, name, kind)
+                soaked, prompts, alone = server.soak(running, CLIENTS[-1], asked.soak, keep)
         # it was killed; another one finds its caches
         if asked.soak and kind == OURS:
-            with server.serving(path, asked.port, *KINDS[kind]) as running:
+            with server.serving("vllm", path, asked.port, *KINDS[kind]) as running:
                 again = [running.greedy(prompt) for prompt in prompts]
                 soaked |= {
                     "restart_s": running.start_s,

@@ -1,7 +1,7 @@
 """What an engine does beside the clock: from where weights come, layers for multi-token prediction,
 sleep. One engine in this process.
 
-    python tools/vllm_gpu/cases.py MODEL CASE --out FILE.json [--options '{"quantization": ...}']
+    python tools/engines_gpu/cases.py MODEL CASE --out FILE.json [--options '{"quantization": ...}']
 
 plain       the answers that all others must give
 dummy       drawn weights give answers; then those of the directory, read into the running engine

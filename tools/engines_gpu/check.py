@@ -1,7 +1,7 @@
 """A call of each of vLLM's libraries and of its attention on a GPU, beside torch's answer:
 seconds, where an engine takes a minute to die of a library that was left out or cut short.
 
-    python tools/vllm_gpu/check.py
+    python tools/engines_gpu/check.py
 
 A line for each; exits with 1 if one failed.
 """

@@ -1,24 +1,24 @@
-"""vLLM's CUDA wheel and what it needs, in pieces, for a GPU machine without a network.
+"""An engine and what it needs, in pieces, for a GPU machine without a network.
 
-    python tools/vllm_gpu/pack.py pack FOLDER vllm==0.33.0 trl datasets --installed FILE
-    python tools/vllm_gpu/pack.py unpack FOLDER SITE    # there, with all pieces in FOLDER
+    python tools/engines_gpu/pack.py pack FOLDER vllm==0.33.0 trl datasets --installed FILE
+    python tools/engines_gpu/pack.py unpack FOLDER SITE    # there, with all pieces in FOLDER
 
 `pack` downloads the requirements and theirs, except what the lines of --installed name (packages
-of that machine; requirements on the command line are taken in any case) and what vLLM imports for
-other models alone. It leaves out libraries that no engine here needs (--libraries names others),
-and machine code for other GPUs than --arch; of FlashAttention 3, which is vLLM's default on Hopper,
-it keeps what bfloat16 and heads of --head elements need. FOLDER/pieces then has files of at most
---mb MB; each works in any order, in calls of their own. `unpack` joins them in SITE, for
-PYTHONPATH.
+of that machine, as `pip list --format freeze`; requirements on the command line are taken in any
+case) and what the engine, which the first requirement names, does not need: travels.py says what.
+It leaves out machine code for other GPUs than --arch; of FlashAttention 3, which is vLLM's default
+on Hopper, it keeps what bfloat16 and heads of --head elements need. This library's entry points
+travel too, its files with the tree. FOLDER/pieces then has files of at most --mb MB; each works in
+any order, in calls of their own. `unpack` joins them in SITE, for PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import itertools
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -33,65 +33,74 @@ import pyarrow
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-_FLASH = "_vllm_fa3_C"
-LIBRARIES = (
-    "_C_stable_libtorch",
-    "_moe_C_stable_libtorch",
-    _FLASH,
-    "cumem_allocator",
-    "fs_io_C",
-    "spinloop",
-)
-# imported where they are there, or by models and backends that are not measured here
-_UNNEEDED = {
-    *("torchcodec", "pynvvideocodec", "flashinfer-python", "tilelang", "nvidia-cudnn-frontend"),
-    *("nvtx", "fastsafetensors", "instanttensor", "nvidia-cutlass-dsl", "tokenspeed-mla"),
-    *("quack-kernels", "humming-kernels", "cryptography", "fastapi-cli", "fastapi-cloud-cli"),
-    *("opentelemetry-exporter-otlp", "torch-c-dlpack-ext", "email-validator"),
-}
-_DROPPED = (
-    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*/RECORD", "*/licenses/*"),
-    *(f"vllm/third_party/*.{kind}" for kind in ("h", "hpp", "cuh", "cu")),
-    *("vllm/vllm-rs", "mistral_common/data/*", "pycountry/locales/*"),
-)
-# attention without its libraries is Triton's; vLLM imports one of them in any case
-_STAND_IN = f"vllm/vllm_flash_attn/{_FLASH}"
-_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 27, 28, 31, 34, 35)]
+sys.path.append(str(Path(__file__).parent))
+
+from travels import ENGINES, FLASH, Engine
+
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)]
+_PLATFORMS += [f"manylinux{n}_x86_64" for n in (1, 2010, 2014)]
 _ENTRY = struct.Struct("<HHIQ")  # of a fat binary: kind, version, size of header, size
 _PTX, _ELF = 1, 2
 
 
 def pack(folder: Path, asked: argparse.Namespace) -> None:
     """Writes folder/pieces, and says what each library and each package takes."""
-    installed = {canonicalize_name(line) for line in asked.installed.read_text().split()}
-    wheels = folder / "wheels"
+    installed = {
+        canonicalize_name(line.partition("==")[0]) for line in asked.installed.read_text().split()
+    }
+    engine = ENGINES[canonicalize_name(Requirement(asked.requirements[0]).name)]
+    libraries = asked.libraries or engine.libraries
+    wanted, wheels = [*asked.requirements, *engine.more], folder / "wheels"
     archive = folder / "site.tar"
     sizes: dict[str, int] = {}
     with tarfile.open(archive, "w") as tar:
-        for wheel in closure(asked.requirements, wheels, installed, asked.python):
+
+        def add(name: str, data: bytes) -> None:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o755
+            tar.addfile(entry, io.BytesIO(data))
+
+        for wheel in closure(wanted, wheels, installed | engine.unneeded, asked.python):
             with zipfile.ZipFile(wheel) as members:
                 for name in sorted(members.namelist()):
-                    if name.endswith("/") or not _travels(name, asked.libraries):
+                    if name.endswith("/") or not _travels(name, engine, libraries):
                         continue
                     data = members.read(name)
-                    if re.fullmatch(r"vllm/.*\.so", name):
-                        keeps = partial(_attends, asked.head) if _FLASH in name else bool
+                    if name in engine.older:
+                        data = _older(engine.older[name], name, folder / "older", asked.python)
+                    if re.fullmatch(engine.own, name):
+                        keeps = partial(_attends, asked.head) if FLASH in name else bool
                         data, kept = trimmed(data, asked.arch, keeps)
                         print(f"{name}: {kept / 1e6:.1f} MB of machine code for {asked.arch}")
-                    entry = tarfile.TarInfo(name)
-                    entry.size, entry.mode = len(data), 0o755
-                    tar.addfile(entry, io.BytesIO(data))
+                    add(name, data)
                     sizes[wheel.name] = sizes.get(wheel.name, 0) + len(data)
-        if Path(_STAND_IN).name not in asked.libraries:
-            tar.addfile(tarfile.TarInfo(f"{_STAND_IN}.py"))
+        for name, library in engine.empty.items():
+            if library not in libraries:
+                add(name, b"")
+        # of an editable install: what says that there are plug-ins
+        ours = importlib.metadata.distribution("fusion_moe")
+        for name in "METADATA", "entry_points.txt":
+            add(
+                f"fusion_moe-{ours.version}.dist-info/{name}", (ours.read_text(name) or "").encode()
+            )
     for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:15]:
         print(f"{size / 1e6:7.1f} MB {name}")
     print(f"{len(sizes)} packages")
-    _split(archive, folder / "pieces", asked.mb * 10**6)
+    split(archive, folder / "pieces", asked.mb * 10**6)
 
 
-def closure(wanted: list[str], folder: Path, installed: set[str], python: str) -> Iterator[Path]:
-    """Wheels of requirements, and of theirs, downloaded into folder."""
+def _older(requirement: str, name: str, folder: Path, python: str) -> bytes:
+    """A file of another version's wheel."""
+    (wheel,) = closure([requirement], folder, set(), python, deep=False)
+    with zipfile.ZipFile(wheel) as members:
+        return members.read(name)
+
+
+def closure(
+    wanted: list[str], folder: Path, installed: set[str], python: str, deep: bool = True
+) -> Iterator[Path]:
+    """Wheels of requirements, and of theirs if deep, downloaded into folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     where = {"python_version": python, "platform_machine": "x86_64"}
     todo, seen = [Requirement(text) for text in wanted], set[tuple[str, str]]()
     wheels: dict[str, Path] = {}
@@ -107,9 +116,9 @@ def closure(wanted: list[str], folder: Path, installed: set[str], python: str) -
                 yield wheels[name]
             for extra in {"", *requirement.extras} - {e for n, e in seen if n == name}:
                 seen.add((name, extra))
-                for of in map(Requirement, _requires(wheels[name])):
+                for of in map(Requirement, _requires(wheels[name]) if deep else ()):
                     applies = of.marker is None or of.marker.evaluate(where | {"extra": extra})
-                    if applies and canonicalize_name(of.name) not in installed | _UNNEEDED:
+                    if applies and canonicalize_name(of.name) not in installed:
                         todo.append(of)
 
 
@@ -135,10 +144,10 @@ def _requires(wheel: Path) -> list[str]:
     return [line.removeprefix(start) for line in lines if line.startswith(start)]
 
 
-def _travels(name: str, libraries: list[str]) -> bool:
-    if re.fullmatch(r"vllm/.*\.so", name):
-        return Path(name).name.split(".")[0] in libraries
-    return not any(fnmatch(name, pattern) for pattern in _DROPPED)
+def _travels(name: str, engine: Engine, libraries: tuple[str, ...]) -> bool:
+    if any(fnmatch(name, pattern) for pattern in engine.dropped):
+        return False
+    return not re.fullmatch(engine.own, name) or Path(name).name.split(".")[0] in libraries
 
 
 def trimmed(library: bytes, arch: int, keeps: Callable[[bytes], bool] = bool) -> tuple[bytes, int]:
@@ -200,32 +209,34 @@ def _entries(library: bytes, position: int, length: int) -> Iterator[tuple[int, 
         position += header + size
 
 
-def _split(archive: Path, folder: Path, size: int) -> None:
-    """Writes the archive, compressed, as folder/0, 1, ...; deletes it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+def split(archive: Path, folder: Path, size: int) -> None:
+    """Writes the archive NAME.tar, compressed, as folder/NAME.0of2, ...; deletes it."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob(f"{archive.stem}.*of*"):
+        old.unlink()
     codec = pyarrow.Codec("zstd", compression_level=19)
     data = codec.compress(archive.read_bytes(), asbytes=True)
     length = struct.pack("<Q", archive.stat().st_size)
     data, parts = length + data, -(-(len(data) + 8) // size)
     for i in range(parts):
         piece = data[i * len(data) // parts : (i + 1) * len(data) // parts]
-        (folder / f"site.{i}of{parts}").write_bytes(piece)
-        print(f"{len(piece) / 1e6:7.1f} MB {folder.name}/site.{i}of{parts}")
+        (folder / f"{archive.stem}.{i}of{parts}").write_bytes(piece)
+        print(f"{len(piece) / 1e6:7.1f} MB {folder.name}/{archive.stem}.{i}of{parts}")
     archive.unlink()
 
 
 def unpack(folder: Path, site: Path) -> None:
     """Joins the pieces of folder, and writes their files to site; SystemExit if one is missing."""
-    pieces = sorted(folder.glob("site.*of*"), key=lambda p: int(re.findall(r"\d+", p.name)[0]))
-    count = int(pieces[0].name.partition("of")[2]) if pieces else 1
-    if len(pieces) != count:
-        raise SystemExit(f"{len(pieces)} of {count} pieces are in {folder}")
-    data = b"".join(piece.read_bytes() for piece in pieces)
-    (size,) = struct.unpack_from("<Q", data)
-    files = pyarrow.Codec("zstd").decompress(memoryview(data)[8:], size)
-    with tarfile.open(fileobj=io.BytesIO(memoryview(files))) as tar:
-        tar.extractall(site, filter="fully_trusted")
+    for name in sorted({path.stem for path in folder.glob("*.*of*")}) or ["site"]:
+        pieces = sorted(folder.glob(f"{name}.*of*"), key=lambda p: int(p.suffix[1:].split("of")[0]))
+        count = int(pieces[0].suffix.partition("of")[2]) if pieces else 1
+        if len(pieces) != count:
+            raise SystemExit(f"{len(pieces)} of {count} pieces are in {folder}")
+        data = b"".join(piece.read_bytes() for piece in pieces)
+        (size,) = struct.unpack_from("<Q", data)
+        files = pyarrow.Codec("zstd").decompress(memoryview(data)[8:], size)
+        with tarfile.open(fileobj=io.BytesIO(memoryview(files))) as tar:
+            tar.extractall(site, filter="fully_trusted")
 
 
 def main() -> None:
@@ -237,7 +248,7 @@ def main() -> None:
     unpacking.add_argument("site", type=Path)
     packing.add_argument("requirements", nargs="+")
     packing.add_argument("--installed", type=Path, required=True, help="names, a line each")
-    packing.add_argument("--libraries", nargs="+", default=LIBRARIES, help="of vLLM")
+    packing.add_argument("--libraries", nargs="+", help="of the engine, in place of its own list")
     packing.add_argument("--python", default="3.12")
     packing.add_argument("--arch", type=int, default=90, help="90: compute capability 9.0")
     packing.add_argument("--head", type=int, default=128, help="elements of an attention head")

@@ -1,6 +1,6 @@
 """One engine of vLLM in this process, with its default settings: what it says and how fast it is.
 
-    python tools/vllm_gpu/engine.py MODEL --quantization fusion_moe --out FILE.json
+    python tools/engines_gpu/engine.py MODEL --quantization fusion_moe --out FILE.json
 
 Prompts are token ids. `--turn FILE`: engines that start side by side are measured one at a time,
 under a lock of this file, once it says "all are ready". With `--tensor-parallel-size` the ranks are
