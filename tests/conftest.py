@@ -282,16 +282,18 @@ def _has_compiler() -> bool:
     return has_compiler()
 
 
-@pytest.fixture(autouse=True)
-def no_trace(caplog: pytest.LogCaptureFixture) -> None:
-    """Logs that tests read have nothing of torch's trace, which is written at any level: pytest
-    listens to loggers that do not propagate, if torch was imported before a test.
+@pytest.fixture(scope="session", autouse=True)
+def no_trace() -> None:
+    """torch writes its trace, at any level, as soon as anything listens: pytest does not, as it
+    would to each logger that does not propagate. Nor does each compilation measure how fast its
+    guards are, for which it empties the CPU's caches.
     """
-    caplog.handler.addFilter(_is_no_trace)
+    import torch
 
-
-def _is_no_trace(record: logging.LogRecord) -> bool:
-    return record.name != "torch.__trace"
+    logging.Logger.manager.loggerDict.pop("torch.__trace", None)
+    for guards in torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards"):
+        if guards is not None:
+            guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -183,7 +183,7 @@ class OpKind:
         """The operands and attributes of the operation."""
         return signature(self.infer)
 
-    @property
+    @cached_property
     def doc(self) -> str:
         """What the operation computes: the docstring of its type rule."""
         return inspect.getdoc(self.infer) or ""

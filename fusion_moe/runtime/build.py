@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from .. import options
@@ -335,6 +335,8 @@ def first_errors(log: str) -> str:
 # What a source includes ---------------------------------------------------------------------------
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+# kernels share headers: the names that a file's content includes
+_included = lru_cache(256)(lambda content: _INCLUDE.findall(content.decode(errors="replace")))
 
 
 def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
@@ -344,9 +346,8 @@ def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     Files in branches that the preprocessor drops are listed too, which does no harm.
     """
     seen: set[Path] = set()
-    waiting = [(name, list(folders)) for name in _INCLUDE.findall(text)]
-    while waiting:
-        name, places = waiting.pop(0)
+    waiting = [(name, list(folders)) for name in _included(text.encode())]
+    for name, places in waiting:  # which grows
         path = next(
             ((place / name).resolve() for place in places if (place / name).is_file()), None
         )
@@ -355,7 +356,4 @@ def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
         seen.add(path)
         content = path.read_bytes()
         yield name, content
-        waiting += [
-            (inner, [path.parent, *folders])
-            for inner in _INCLUDE.findall(content.decode(errors="replace"))
-        ]
+        waiting += [(inner, [path.parent, *folders]) for inner in _included(content)]

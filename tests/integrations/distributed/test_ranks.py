@@ -90,6 +90,7 @@ def found(folder) -> dict[str, list[dict[str, str]]]:
     return outcomes(folder, "cpu", TWO, FOUR, *LOST, *NAMED)
 
 
+@pytest.mark.usefixtures("call_by_call")
 @pytest.mark.parametrize("group", [TWO, FOUR], ids=["two", "four"])
 def test_ranks_agree_with_one_process(found, group):
     assert_agree(found[group], int(group[0]))
