@@ -1,8 +1,9 @@
 """What a step that trains adapters needs of a GPU and of the host, and how fast it would be, before
 anything is loaded: by arithmetic on a model's sizes.
 
-What is computed and saved was fitted to peaks on an H200 (4 layers of Qwen3-30B's sizes, 16,384
-tokens, with gradient checkpointing and without); rates are those of the same runs.
+What autograd saves of a token, and what a backward needs beside, is what torch's profiler shows of
+the Trainer's steps under autocast; sums are 1.00 to 1.07 of what torch allocated on an H200 (4 and
+8 layers of Qwen3-30B's sizes, 4,096 and 16,384 tokens); rates are those of the same runs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ _BUFFERS = 3  # each as large as a layer's experts
 _ADAM = 16  # bytes of a factor: it, its gradient and two moments, in float32
 _ADAM_8BIT = 10  # moments in 8 bits
 _STASHED = 5  # what TRL's activation_offloading leaves on the GPU
-_LOGIT = 10  # bytes: it in 16 bits, in float32 and its gradient
-_CHUNK = 1024  # tokens whose logits a loss in chunks has at once
+_LOGIT = 12  # bytes: its log-softmax in float32, the gradients of that and of the logit
 
 
 @dataclass(frozen=True)
 class Step:
     """What trains. tokens: of a forward, without accumulation; rank: of the adapters of all
-    experts; checkpointing: of gradients, by layers; chunked_loss: whether logits are never there
-    for all tokens; adam_8bit: whether the optimizer's moments have 8 bits; activation_offloading:
-    whether what checkpointing keeps of layers is in the host's memory.
+    experts and of attention; checkpointing: of gradients, by layers; chunked_loss: whether logits
+    are never there for all tokens; adam_8bit: whether the optimizer's moments have 8 bits;
+    activation_offloading: whether what checkpointing keeps of layers is in the host's memory.
     """
 
     tokens: int = 4096
@@ -46,8 +46,9 @@ class Step:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """parts: bytes of the GPU's memory by what they are for, but experts that stay there; plan:
-    which do, None if there is no room for the parts; seconds of a step: of copies, and of products.
+    """parts: bytes of the GPU's memory by what they are for, but experts that stay there; of a
+    layer's activations and the loss, which take turns, those that are more; plan: which do, None if
+    there is no room for the parts; seconds of a step: of copies, and of products.
     """
 
     step: Step
@@ -117,8 +118,8 @@ def plan(
     """
     parts, whole = _parts(model, config, step), None
     needed = sum(parts.values())
-    on_device = replace(step, activation_offloading=False)
-    sent = sum(_parts(model, config, on_device).values()) - needed  # activations, to the host
+    # activations, to the host
+    sent = sum(_parts(model, config, replace(step, activation_offloading=False)).values()) - needed
     without = {name: n for name, n in parts.items() if name != "buffers for copies"}
     if memory >= sum(without.values()) + model.experts:
         parts, needed = without, sum(without.values())
@@ -132,30 +133,37 @@ def plan(
     each = 1 / len(model.layers)
     passes, unpacked = max(0, 2 - 4 * each), 2 - 2 * each
     filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
-    copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
-    copies += sent / link
+    copies = sent / link + passes * away * (
+        (model.experts - filed) / link + filed / min(link, DISK)
+    )
     products += unpacked * bool(away) * model.experts / _UNPACK
     advice = tuple(_advice(model, config, memory, step, whole, copies > products))
     return TrainPlan(step, memory, parts, whole, copies, products, advice)
 
 
 def _parts(model: Model, config: Mapping[str, Any], step: Step) -> dict[str, int]:
-    layers, hidden, inner = len(model.layers), _entry(config, "hidden_size"), _entry(config, *INNER)
-    slots = max(layer.slots for layer in model.layers)
-    saved = 2 * (slots * 2 * inner + 6 * hidden + _attention(config) // hidden)
-    working, kept = 2 * slots * (3 * hidden + inner), layers * saved
+    hidden, inner = _entry(config, "hidden_size"), _entry(config, *INNER)
+    layers, wide = len(model.layers), _attention(config) // hidden
+    of_experts = max(layer.experts for layer in model.layers) * (2 * hidden + 3 * inner)
+    slots, factors = (
+        max(layer.slots for layer in model.layers),
+        step.rank * (of_experts + 4 * hidden + wide),
+    )
+    # results of the first product, inputs of norms in float32, of adapters and of experts, and
+    # factors as autocast casts them; then what the backward of a layer's experts needs beside
+    saved = step.tokens * (4 * slots * inner + 16 * hidden + 5 * wide) + 2 * factors
+    working, kept = 2 * step.tokens * (slots * (hidden + 3 * inner) + 3 * hidden), layers * saved
     if step.checkpointing:
-        kept = (
-            min(_STASHED, layers) if step.activation_offloading else layers
-        ) * 2 * hidden + saved
-    logits = min(step.tokens, _CHUNK) if step.chunked_loss else step.tokens
-    factors = sum(layer.experts for layer in model.layers) * (2 * hidden + 3 * inner)
+        kept = 2 * step.tokens * hidden * min([layers] + [_STASHED] * step.activation_offloading)
+        working += saved
+    # of chunks, Liger's have up to twice as many logits as hidden states
+    logits = step.tokens * min([_entry(config, "vocab_size")] + [2 * hidden] * step.chunked_loss)
+    largest = {"a layer's activations": working, "logits and loss": _LOGIT * logits}  # in turns
     return {
         "all but experts": model.rest,
-        "adapters, Adam": (_ADAM_8BIT if step.adam_8bit else _ADAM) * step.rank * factors,
-        "saved activations": step.tokens * kept,
-        "a layer's activations": step.tokens * working,
-        "logits and loss": _LOGIT * logits * _entry(config, "vocab_size"),
+        "adapters, Adam": (_ADAM_8BIT if step.adam_8bit else _ADAM) * layers * factors,
+        "saved activations": kept,
+        max(largest, key=largest.__getitem__): max(largest.values()),
         "buffers for copies": _BUFFERS * max(layer.whole for layer in model.layers),
         "to work with": WORKSPACE,
     }

@@ -43,15 +43,82 @@ def test_sizes_are_those_of_a_model():
     assert found.rest == pytest.approx(want.rest, rel=0.01)  # but norms
 
 
-@pytest.mark.parametrize(("checkpointing", "measured"), [(False, 7.80e9), (True, 5.27e9)])
-def test_parts_are_those_of_measured_peaks(checkpointing, measured):
-    """4 layers on an H200, 4 sequences of 4,096 tokens, without an optimizer's moments."""
-    sizes = BIG | {"num_hidden_layers": 4, "vocab_size": 2048}
-    model, step = of_sizes(sizes), Step(4 * 4096, checkpointing=checkpointing)
-    parts = plan(model, sizes, 10**12, step).parts
-    assert "buffers for copies" not in parts
-    peak = sum(parts.values()) - WORKSPACE - parts["adapters, Adam"] / 2 + model.experts
-    assert 1 <= peak / measured < 1.15
+LEAN = {"rank": 8, "chunked_loss": True, "adam_8bit": True, "activation_offloading": True}
+ALLOCATED = 2 * 2**25  # of what there is to work with: cuBLAS' workspaces, of two threads
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "away", "measured", "more"),
+    [
+        (4, 16384, False, 5.58e9, {}),
+        (4, 16384, True, 5.37e9, {}),
+        (4, 4096, False, 3.25e9, {}),
+        (4, 4096, True, 3.04e9, {}),
+        (8, 16384, False, 8.00e9, {}),
+        (8, 16384, True, 6.56e9, {}),
+        (4, 16384, True, 5.47e9, LEAN),
+        (8, 16384, True, 6.03e9, LEAN),
+        (4, 4096, True, 3.09e9, LEAN),
+        (8, 4096, True, 3.64e9, LEAN),
+    ],
+)
+def test_sums_are_those_of_measured_peaks(layers, tokens, away, measured, more):
+    """benchmarks/finetune_peers.py on an H200, whose models' embeddings are tied; what torch
+    allocated there does not include the GPU's context.
+    """
+    sizes = BIG | {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    sizes["vocab_size"] = 151936 if more else 2048
+    model = of_sizes(sizes)
+    parts = dict(plan(model, sizes, 0, Step(tokens, **more)).parts)
+    copied = parts.pop("buffers for copies")
+    there = copied + 0.1 * model.experts if away else model.experts
+    peak = sum(parts.values()) - WORKSPACE + ALLOCATED + there
+    assert 1 <= peak / measured < 1.08
+
+
+@pytest.mark.judges("peft")
+def test_saved_activations_are_those_of_autograd(meaning_without_all):
+    """Of each layer and token, under autocast, with adapters of experts and attention."""
+    from peft import LoraConfig, get_peft_model
+
+    sizes = SIZES["tiny"] | {"hidden_size": 256, "moe_intermediate_size": 96, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 4}
+    lora = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 2}
+    lora["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+    def kept(layers: int, tokens: int) -> tuple[int, int]:
+        """Bytes, of tensors that autograd saves and by the plan."""
+        config = sizes | {"num_hidden_layers": layers}
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=torch.bfloat16
+        )
+        fusion_moe.quantize_(model)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+        own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+        found = dict[int, torch.UntypedStorage]()
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage
+            return t
+
+        ids = torch.arange(tokens)[None] % 64
+        with (
+            torch.enable_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            loss = model(input_ids=ids, labels=ids).loss
+        step = Step(tokens, rank=2, checkpointing=False)
+        assert loss.requires_grad
+        parts = plan(of_sizes(config), config, 0, step).parts
+        return sum(s.nbytes() for s in found.values()), parts["saved activations"]
+
+    one, longer, deeper, both = (torch.tensor(kept(n, t)) for n in (1, 2) for t in (64, 128))
+    found, planned = ((both - deeper) - (longer - one)).tolist()
+    assert planned == pytest.approx(found, rel=0.03)  # but routers
 
 
 def test_what_does_not_fit_says_what_to_change():
@@ -112,7 +179,8 @@ def test_bytes_of_a_factor_are_those_of_optimizers(adam_8bit):
     state = optimizer.state[factors].values()
     held = [factors, factors.grad, *(t for t in state if isinstance(t, torch.Tensor))]
     parts = plan(of_sizes(BIG), BIG, 10**12, Step(rank=1, adam_8bit=adam_8bit)).parts
-    of_all = 48 * 128 * (2 * BIG["hidden_size"] + 3 * BIG["moe_intermediate_size"])
+    of_experts = 128 * (2 * BIG["hidden_size"] + 3 * BIG["moe_intermediate_size"])
+    of_all = 48 * (of_experts + 4 * 2048 + 2 * 128 * (32 + 4))
     each = parts["adapters, Adam"] / of_all
     assert sum(t.nbytes for t in held) / 2**16 == pytest.approx(each, rel=0.02)
 
