@@ -1,5 +1,5 @@
 """Fine-tuning steps by several libraries: tokens per second, peak GPU memory and losses, each
-library in a process of its own.
+library in a process of its own. All get ready side by side, one at a time is measured.
 
     python benchmarks/finetune_peers.py --layers 4 --tokens 16384 4096
     python benchmarks/finetune_peers.py --config tiny --tokens 64 --only fusion_moe offloaded
@@ -17,13 +17,11 @@ model's own embedding.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +55,7 @@ from finetune import (
     losses_of,
     peak_bytes,
 )
+from side_by_side import in_turns, ready
 
 import fusion_moe
 from fusion_moe.nn import Experts
@@ -90,7 +89,8 @@ def floats(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> Any
 def checkpoint(args: argparse.Namespace) -> str:
     """The same in a directory, for libraries that read one."""
     directory = args.out / "checkpoint"
-    with turn(args.out / "writing", fcntl.LOCK_EX):
+    with (args.out / "writing").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one writes
         if not (directory / "tokenizer.json").exists():
             floats(args).save_pretrained(directory)
             AutoTokenizer.from_pretrained(MODEL).save_pretrained(directory)
@@ -232,33 +232,24 @@ ROW = "{:<24} {:>8} {:>12} {:>8}   {}"
 # Measuring ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def turn(file: Path, how: int) -> Iterator[None]:
-    """Between processes: all that share it, or one that has it alone."""
-    with file.open("w") as lock:
-        fcntl.flock(lock, how)
-        yield
-
-
-def measure(args: argparse.Namespace, name: str) -> None:
-    """Prints a line for each number of tokens. Others prepare meanwhile, none computes."""
+def measure(args: argparse.Namespace, name: str, turn: Callable[[], None] = lambda: None) -> None:
+    """Prints a line for each number of tokens. turn: waits for it, when all is prepared."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     blocks = {n: blocks_of(tokenizer, DOCS, n) for n in {min(n, SEQUENCE) for n in args.tokens}}
-    with turn(args.out / "gpu", fcntl.LOCK_SH):
-        model = CONTENDERS[name](args)
-        prepare(args, name, model, blocks)
-    with turn(args.out / "gpu", fcntl.LOCK_EX):
-        for tokens in args.tokens:
-            trainer = trainer_of(args, name, model, tokens, blocks)
-            trainer.add_callback(clock := Clock())
-            trainer.train()
-            losses, rate = losses_of(trainer), tokens / clock.seconds()
-            numbers = f"{tokens:,}", f"{rate:,.0f}", f"{peak_bytes() / 1e9:.2f}"
-            print(ROW.format(name, *numbers, " ".join(f"{x:.5f}" for x in losses)), flush=True)
-            found = {"tokens": tokens, "tokens/s": rate, "GB": peak_bytes() / 1e9, "losses": losses}
-            (args.out / f"{name}-{tokens}.json").write_text(json.dumps(found))
+    model = CONTENDERS[name](args)
+    prepare(args, name, model, blocks)
+    turn()
+    for tokens in args.tokens:
+        trainer = trainer_of(args, name, model, tokens, blocks)
+        trainer.add_callback(clock := Clock())
+        trainer.train()
+        losses, rate = losses_of(trainer), tokens / clock.seconds()
+        numbers = f"{tokens:,}", f"{rate:,.0f}", f"{peak_bytes() / 1e9:.2f}"
+        print(ROW.format(name, *numbers, " ".join(f"{x:.5f}" for x in losses)), flush=True)
+        found = {"tokens": tokens, "tokens/s": rate, "GB": peak_bytes() / 1e9, "losses": losses}
+        (args.out / f"{name}-{tokens}.json").write_text(json.dumps(found))
 
 
 def prepare(args: argparse.Namespace, name: str, model: Any, blocks: dict[int, Blocks]) -> None:
@@ -329,21 +320,22 @@ def main() -> None:
     add("--vocabulary", type=int, help="of the model (default: the small model's)")
     add("--resident", type=float, default=0.1, help="share of experts that stay on the device")
     add("--only", choices=CONTENDERS, nargs="+", default=[*CONTENDERS], help="(default: all)")
+    add("--limit", type=float, default=300, help="seconds to get ready, and for rows of one")
     add("--out", type=Path, help="directory to write; a temporary one without it")
     add("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out = args.out or Path(tempfile.mkdtemp(prefix="finetune_peers_"))
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
-        measure(args, args.child)
+        measure(args, args.child, ready)
         return
     print(ROW.format("", "tokens", "tokens/s", "GB", "losses"), flush=True)
-    for name in args.only:
-        call = [sys.executable, __file__, *sys.argv[1:], "--out", str(args.out), "--child", name]
-        result = subprocess.run(call, stderr=subprocess.PIPE, text=True)
-        if result.returncode:
-            lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-            print(f"{name:<24} {lines[-1]}", flush=True)
+    call = [sys.executable, "-u", __file__, *sys.argv[1:], "--out", str(args.out), "--child"]
+    for name, problem in in_turns({n: [*call, n] for n in args.only}, args.out, args.limit):
+        said = (args.out / f"{name}.log").read_text(errors="replace").splitlines()
+        rows = [line for line in said if line.startswith(f"{name:<24} ")]
+        rows += [f"{name:<24} {problem}"] if problem else []
+        print("\n".join(rows), flush=True)
 
 
 if __name__ == "__main__":
