@@ -307,9 +307,14 @@ class Fusion:
         """This Fusion; FusionError unless values are made before they are read, types follow their
         rules, and partitions are made once.
         """
-        seen = set(self.inputs)
+        _ = self._verified
+        return self
+
+    @cached_property
+    def _verified(self) -> bool:
+        """True, found once: passes verify what they make, and what runs them does again."""
+        seen, rows = set(self.inputs), Partitions()
         partitions = [v.type.ends.name for v in self.inputs if v.type.ends]
-        rows = Partitions()
         rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
             raise FusionError(
@@ -348,22 +353,26 @@ class Fusion:
                 f"output {', '.join(missing)} is never computed",
                 todo="add the operation that computes it",
             )
-        return self
+        return True
 
     def _error(self, at: int, why: str, expected: str = "") -> FusionError:
         # text imports this module; only messages need it here
         from .text import op_text, value_names
 
         names, op = value_names(self), self.ops[at]
-        near = "\n".join(
-            ("-> " if i == at else "   ") + op_text(o, names)
-            for i, o in enumerate(self.ops)
-            if abs(i - at) < 4
-        )
         return FusionError(
             why,
             expected=expected,
-            todo=f"made by {op.translator or 'hand'}\n{near}",
+            todo="\n".join(
+                [
+                    f"made by {op.translator or 'hand'}",
+                    *(
+                        ("-> " if i == at else "   ") + op_text(o, names)
+                        for i, o in enumerate(self.ops)
+                        if abs(i - at) < 4
+                    ),
+                ]
+            ),
             where=op.kind.name,
         )
 

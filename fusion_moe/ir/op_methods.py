@@ -22,9 +22,8 @@ class Ops:
         self._append = append
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in KINDS:
+        if (kind := KINDS.get(name)) is None:
             raise no_operation(f"no operation is called {name!r}", name, KINDS)
-        kind = KINDS[name]
 
         def call(*inputs: Any, **attrs: Any) -> Any:
             outputs = self._append(kind, inputs, attrs)

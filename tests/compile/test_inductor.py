@@ -467,6 +467,8 @@ def test_a_translator_at_fault_is_a_warning_and_not_an_error(caplog):
 def test_on_a_terminal_the_first_call_says_what_is_compiled(capsys, monkeypatch):
     """How many programs; equal layers share one, and the second call compiles none."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    # on a busy machine it would say that a graph is compiled, before the programs are known
+    monkeypatch.setattr("fusion_moe.messages.progress.QUIET_SECONDS", 600)
     monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)  # quickly
     layers, x = torch.nn.Sequential(Block(), Block(seed=1)).requires_grad_(False), tokens(5)
     model = torch.compile(layers, backend="fusion_moe")
