@@ -253,7 +253,8 @@ def of_type(made, type):
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", KINDS)
 def test_what_verifies_evaluates_to_its_type(name, every):
-    verified = list(programs(name, every=every)) or list(programs(name))  # where few verify
+    tried = (list(programs(name, every=n)) for n in (every, 5, 3, 1))  # more where few verify
+    verified = next(filter(None, tried), [])
     assert verified
     for fusion in verified:
         given = inputs(name, fusion)
