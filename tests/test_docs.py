@@ -2,8 +2,9 @@
 the text blocks below them.
 
 Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, with those that
-they build on; those below `checkpoint` nowhere. `pytest --update-golden` writes what is printed
-into the page. (`make docs` fails where a warning comes of building the site.)
+they build on; those below `checkpoint` where CPUs can, on small ones. `pytest --update-golden`
+writes what is printed into the page. (`make docs` fails where a warning comes of building the
+site.)
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe import backends, target
+from fusion_moe.checkpoints import quantize
 from fusion_moe.nn import NVFP4Experts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -188,6 +191,20 @@ def test_blocks_print_what_the_page_shows(page, outs, request):
 def test_blocks_that_need_more(page, have, tmp_path, request):
     out = printed([page], have, tmp_path)[page]
     check(page, have, out, request.config.getoption("--update-golden"))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("page", ["checkpoints.md", "guides/distributed.md"])
+def test_blocks_that_need_a_checkpoint(page, tmp_path):
+    """With a small model under each name. Pages call one of the reader's own `directory`."""
+    floats, own = tmp_path / "Qwen3-30B-A3B", tmp_path / "own"
+    qwen3_moe(num_experts=4, hidden_size=64, moe_intermediate_size=32).save_pretrained(floats)
+    quantize(floats, own)
+    for name in "DeepSeek-V4", "gpt-oss-20b":
+        quantize(floats, tmp_path / name, to="mxfp4")
+    names = f"import builtins; builtins.directory = {str(own)!r}"
+    out = printed([page], {"checkpoint"}, tmp_path, names=names)[page]
+    check(page, {"checkpoint"}, out, update=False)
 
 
 def test_every_page_with_python_is_run():
