@@ -32,9 +32,11 @@ from fusion_moe.nn.frozen import adaptable
 E, H, I, T, SLOTS = 4, 160, 192, 6, 2
 
 
-def module(encoding=NVFP4, activation_format: str = "bf16") -> Experts:
+def module(encoding=NVFP4, activation_format: str = "bf16", scale: float = 1) -> Experts:
     g = torch.Generator().manual_seed(0)
-    gate_up, down = (torch.randn(E, *shape, generator=g) * 0.1 for shape in ((2, I, H), (H, I)))
+    gate_up, down = (
+        torch.randn(E, *shape, generator=g) * 0.1 * scale for shape in ((2, I, H), (H, I))
+    )
     up = quantize(gate_up, encoding)
     joined = Quantized(
         *(t if part.of_matrix else t.flatten(1, 2) for part, t in up.named()), encoding=encoding
@@ -192,6 +194,41 @@ def test_weights_that_change_are_requantized_again():
     error = (experts(*inputs()) - with_adapter).float().norm() / with_adapter.float().norm()
     assert error < 0.2
     assert torch.equal(experts(*inputs()), of_numbers(experts)(*inputs()))
+
+
+@pytest.mark.parametrize("way", ["written", "set", "for a call", "tied"])
+def test_weights_that_change_by_torch_are_requantized_again(way):
+    experts, other = module(), module(scale=3)
+    prepare_(experts, weights="fp8")
+    prepare_(other, weights="fp8")
+    first, wanted = experts(*inputs()), other(*inputs())
+    new, made = dict(other.named_parameters()), experts.requantized_of("down").parts
+    if way == "for a call":
+        assert torch.equal(torch.func.functional_call(experts, new, inputs()), wanted)
+        assert torch.equal(experts(*inputs()), first)
+        return
+    if way == "tied":
+        tied = copy.deepcopy(experts)
+        tied._parameters.update(experts._parameters)
+        update_weights_(tied, other.state_dict())
+    for name, t in new.items() if way != "tied" else ():
+        if way == "written":
+            experts.get_parameter(name).copy_(t)
+        else:
+            setattr(experts, name, t)
+    assert torch.equal(experts(*inputs()), wanted)
+    again = experts.requantized_of("down").parts
+    assert [t.data_ptr() for t in again] == [t.data_ptr() for t in made]
+
+
+def test_weights_that_stay_are_not_requantized_again(monkeypatch):
+    experts = module()
+    prepare_(experts, weights="both")
+    experts.order()
+    monkeypatch.setattr(Experts, "renew", None)
+    experts(*inputs())
+    experts.reform(integers=True)
+    experts.half()(*inputs())
 
 
 def test_copies_and_casts_stay_requantized():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ... import backends
 from ...encodings import REQUANTIZED, EncodedParameter, requantizable
@@ -124,9 +125,22 @@ class AdaptableModule(PackedModule):
                     holds = f"{part.name} of {REQUANTIZED.name}"
                     self.register_buffer(name, EncodedParameter(t, holds=holds), persistent=False)
             lost += [] if requantized.lost is None else [requantized.lost]
-        if lost:
-            self.reading = replace(self.reading, lost=tuple(torch.stack(lost).sum(0).tolist()))
+        counts = tuple(torch.stack(lost).sum(0).tolist()) if lost else self.reading.lost
+        self.reading = replace(self.reading, lost=counts, of=self._versions())
         self._settle()
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        """Which parameters the weights are, and how often torch has counted writes to them."""
+        own: dict[str, Any] = {**self._buffers, **self._parameters}
+        parts = (own.get(name) for names in self.part_names.values() for name in names)
+        return tuple((id(p), 0 if p is None or p.is_inference() else p._version) for p in parts)
+
+    def reform(self, **changes: Any) -> None:
+        """As in `PackedModule`; what was requantized has the same numbers as before."""
+        known = self.reading and self.reading.of == self._versions()
+        super().reform(**changes)
+        if known and self.reading:
+            self.reading = replace(self.reading, of=self._versions())
 
     def _settle(self) -> None:
         """What depends on where weights lie. Puts parameters that only state dicts read in the
@@ -152,11 +166,16 @@ class AdaptableModule(PackedModule):
                     p.data = p.data.to(device)
 
     def _requantized(self, rows: int) -> bool:
-        """Whether products of so many rows read requantized weights."""
+        """Whether products of so many rows read requantized weights, which are made anew if torch
+        has counted a write to what they were made of.
+        """
         if (reading := self.reading) is None:
             return False
-        if reading.weights == "both" and not torch.compiler.is_compiling():
-            need_free_order()
+        if not torch.compiler.is_compiling():
+            if reading.weights == "both":
+                need_free_order()
+            if reading.of != self._versions() and not _get_current_dispatch_mode():
+                self.renew()
         return reading.weights == "fp8" or rows >= reading.rows
 
     def _operand(self, projection: str, of_fp8: bool) -> list[Tensor]:

@@ -70,7 +70,9 @@ def prepare_(
             was loaded stays in the host's memory, for state dicts and `save_pretrained`, which
             never write the FP8 weights. "both": packed below some 130 rows an expert, in FP8 from
             there on, and both in the device's memory; then numbers depend on how many rows are
-            computed together. Logs what was rounded, and how large it is.
+            computed together. Weights that change are requantized again; compiled models see it
+            after `load_state_dict` and `update_weights_` only. Logs what was rounded, and how large
+            it is.
 
     Raises:
         UnsupportedError: for a model that calls nothing of this library, and for one that takes no

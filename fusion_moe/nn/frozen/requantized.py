@@ -21,12 +21,14 @@ from ...errors import OptionError
 @dataclass(frozen=True)
 class Reading:
     """What a module's weights are read as: "fp8", or "both", which is FP8 from so many rows. lost:
-    by requantizing, as `encodings.requantized.requantize` counts.
+    by requantizing, as `encodings.requantized.requantize` counts; of: which parameters in which
+    versions were requantized.
     """
 
     weights: str
     rows: int = 0
     lost: tuple[float, ...] = (0, 0, 0, 0)
+    of: tuple[tuple[int, int], ...] = ()
 
 
 def need_free_order() -> None:
@@ -62,5 +64,7 @@ def requantizing(modules: Iterable[torch.nn.Module]) -> str:
     if any(m.weights == "both" for m in read):
         how += "; results depend on how many rows are computed together"
     names = " and ".join(dict.fromkeys(m.encoding.name for m in read))
-    to = f"{REQUANTIZED.name} ({requantized})"
-    return f"{len(read)} x weights in {names} ({packed}) requantized to {to} {how}"
+    return (
+        f"{len(read)} x weights in {names} ({packed}) requantized to {REQUANTIZED.name} "
+        f"({requantized}) {how}"
+    )
