@@ -9,7 +9,8 @@ case) and what the engine, which the first requirement names, does not need: tra
 It leaves out machine code for other GPUs than --arch; of FlashAttention 3, which is vLLM's default
 on Hopper, it keeps what bfloat16 and heads of --head elements need. This library's entry points
 travel too, its files with the tree. FOLDER/pieces then has files of at most --mb MB; each works in
-any order, in calls of their own. `unpack` joins them in SITE, for PYTHONPATH.
+any order, in calls of their own. `unpack` joins them in SITE, for PYTHONPATH; started.py starts an
+engine from them alone.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def pack(folder: Path, asked: argparse.Namespace) -> None:
                         print(f"{name}: {kept / 1e6:.1f} MB of machine code for {asked.arch}")
                     add(name, data)
                     sizes[wheel.name] = sizes.get(wheel.name, 0) + len(data)
-        for name, library in engine.empty.items():
-            if library not in libraries:
-                add(name, b"")
+        for name, text in engine.made.items():
+            if Path(name).stem not in libraries:
+                add(name, text.encode())
         # of an editable install: what says that there are plug-ins
         ours = importlib.metadata.distribution("fusion_moe")
         for name in "METADATA", "entry_points.txt":

@@ -13,7 +13,7 @@ _UNNEEDED = {
     "torch-c-dlpack-ext",
 }
 _DROPPED = (
-    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*/RECORD", "*/licenses/*"),
+    *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*/licenses/*"),
     *("mistral_common/data/*", "pycountry/locales/*"),
 )
 
@@ -23,7 +23,7 @@ class Engine:
     """unneeded: names of packages that are not taken. more: requirements that its wheel does not
     name. dropped: patterns of files. own: its libraries, of which `libraries` are taken, without
     machine code for other GPUs. older: files taken of another version, since the machine's torch
-    loads no newer. empty: files that are made without content, unless the library is taken.
+    loads no newer. made: files with this content, unless the library of that name is taken.
     """
 
     unneeded: set[str]
@@ -32,7 +32,7 @@ class Engine:
     libraries: tuple[str, ...]
     more: tuple[str, ...] = ()
     older: Mapping[str, str] = field(default_factory=dict)
-    empty: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
@@ -43,7 +43,7 @@ ENGINES = {
         dropped=(
             *_DROPPED,
             *(f"vllm/third_party/*.{kind}" for kind in ("h", "hpp", "cuh", "cu")),
-            "vllm/vllm-rs",
+            *("vllm/vllm-rs", "*/RECORD"),
         ),
         own=r"vllm/.*\.so",
         libraries=(
@@ -51,7 +51,7 @@ ENGINES = {
             *("cumem_allocator", "fs_io_C", "spinloop"),
         ),
         # attention without its libraries is Triton's; vLLM imports one of them in any case
-        empty={f"vllm/vllm_flash_attn/{FLASH}.py": FLASH},
+        made={f"vllm/vllm_flash_attn/{FLASH}.py": ""},
     ),
     "sglang": Engine(
         unneeded=_UNNEEDED
@@ -68,13 +68,15 @@ ENGINES = {
             "tokenizers",
             "numpy",
         },
-        # of outlines, and of fastapi
-        more=("diskcache", "jsonschema", "opentelemetry-api"),
+        # of datasets, of outlines, and of fastapi
+        more=("dill", "diskcache", "jsonschema", "opentelemetry-api"),
         dropped=(
             *_DROPPED,
             # imported, or needed by a library that is: srt/hardware_backend/npu, tvm_ffi's testing
             *("sglang/multimodal_gen/*", "sglang/test/*", "sglang/benchmark/*"),
             *("sglang/srt/rust_extensions/*.so", "sglang/kernels/jit/csrc/diffusion/*"),
+            # by other RECORDs tvm_ffi finds xgrammar's library
+            "sglang*/RECORD",
             *("sgl_kernel/sm100/*", "*hook_mode_preload*", "*hook_mode_torch_cu12*"),
             *("*hook_mode_torch.abi3.so", "compressed_tensors/transform/utils/*.safetensors"),
         ),
@@ -82,6 +84,10 @@ ENGINES = {
         libraries=("common_ops",),
         # 0.4.10 wants torch 2.14
         older={"sgl_kernel/sm90/common_ops.abi3.so": "sglang-kernel==0.4.5"},
-        empty={"IPython/__init__.py": "", "IPython/display.py": "", "zstandard.py": ""},
+        made={
+            "IPython/__init__.py": "",
+            "IPython/display.py": "HTML = display = None\n",
+            "zstandard.py": "",
+        },
     ),
 }

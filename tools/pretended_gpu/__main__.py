@@ -1,13 +1,14 @@
 """Runs a Python program as if there were one CUDA device of a compute capability, so that the real
-nvFuser compiles for it.
+nvFuser compiles for it, or an engine starts on it.
 
     python tools/pretended_gpu 10.0 program.py arguments ...
     python tools/pretended_gpu --log FILE --headers FOLDER 9.0 program.py arguments ...
 
 torch sees a device whose memory is the host's and whose kernels do nothing. All that comes before a
 kernel is real: nvFuser's segmenter, schedulers and code generator, NVRTC, which compiles to machine
-code for that device, and the host code of CUTLASS. So it shows that a definition compiles and is
-launched, and never its numbers. Needs x86-64 Linux, a C compiler, and nvFuser.
+code for that device, and the host code of CUTLASS; graphs are captured, and a replay does nothing.
+So it shows that a definition compiles and is launched, and never its numbers. Needs x86-64 Linux, a
+C compiler, and a torch for CUDA.
 
 --log: a file to which each compilation and each launch adds a line: "compiled sm_100a", "kernel
 NAME", "library NAME". --headers: CUDA headers in place of those in /usr/local/cuda/include, where
@@ -20,6 +21,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".c", ".h"))
+_HEADERS = "triton", "nvidia"  # packages that say which CUDA torch is built for
 CACHE = Path(os.environ.get("FUSION_MOE_CACHE_DIR") or Path.home() / ".cache" / "fusion_moe")
 
 
@@ -55,6 +58,7 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
     preloaded = ":".join(filter(None, [str(library()), os.environ.get("LD_PRELOAD")]))
     found = {
         "LD_PRELOAD": preloaded,
+        "TRITON_LIBCUDA_PATH": str(library().parent),
         "PRETENDED_NVRTC": str(nvrtc()),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }
@@ -99,31 +103,29 @@ def library() -> Path:
 
 
 def cuda_headers() -> Path:
-    """Those that triton brings, which torch brings: of the CUDA that torch is built for, since
-    structures must have its sizes.
+    """Of the CUDA that torch is built for, since structures must have its sizes: those of triton,
+    which torch brings; beside a torch for CUDA 13, whose triton may have older ones, the toolkit's.
     """
-    spec = find_spec("triton")
-    folder = (
-        Path(spec.origin).parent / "backends" / "nvidia" / "include"
-        if spec and spec.origin
-        else None
-    )
-    if folder is None or not (folder / "cuda_runtime_api.h").exists():
+    triton, nvidia = (getattr(find_spec(n), "submodule_search_locations", []) for n in _HEADERS)
+    folder = Path(next(iter(triton), ""), "backends", "nvidia", "include")
+    if any(Path(where, "cu13").exists() for where in nvidia):
+        folder = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "include")
+    if not (folder / "cuda_runtime_api.h").exists():
         sys.exit(
             "pretended_gpu: no CUDA headers; expected those of triton, beside a torch that "
-            "is built for CUDA"
+            "is built for CUDA; for CUDA 13, those of CUDA_HOME"
         )
     return folder
 
 
 def nvrtc() -> Path:
-    """The NVRTC that nvFuser's wheel brings."""
-    for wheel in importlib.metadata.distributions():
-        if wheel.name.startswith("nvfuser"):
-            for file in wheel.files or ():
-                if file.name.startswith("libnvrtc-") and "builtins" not in file.name:
-                    return Path(wheel.locate_file(file))
-    sys.exit("pretended_gpu: nvFuser is not installed; pip install '.[nvfuser]'")
+    """The NVRTC that nvFuser's wheel brings, else torch's."""
+    for package in "nvfuser", "nvidia-cuda-nvrtc":
+        for wheel in importlib.metadata.distributions():
+            for file in (wheel.files or ()) if wheel.name.startswith(package) else ():
+                if re.match(r"libnvrtc(-(?!builtins)|\.so)", file.name):
+                    return Path(str(wheel.locate_file(file)))
+    sys.exit("pretended_gpu: neither nvFuser nor a torch for CUDA is installed")
 
 
 if __name__ == "__main__":

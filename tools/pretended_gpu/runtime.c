@@ -38,8 +38,10 @@ static cudaError_t describe(struct cudaDeviceProp* p) {
     strcpy(p->name, "pretended");
     p->major = capability(0), p->minor = capability(1);
     p->totalGlobalMem = 64ull << 30, p->totalConstMem = 65536, p->l2CacheSize = L2;
-    p->multiProcessorCount = PROCESSORS, p->warpSize = 32, p->clockRate = 1980000,
-    p->memoryClockRate = 2619000, p->memoryBusWidth = 6144;
+    p->multiProcessorCount = PROCESSORS, p->warpSize = 32, p->memoryBusWidth = 6144;
+#if CUDART_VERSION < 13000
+    p->clockRate = 1980000, p->memoryClockRate = 2619000;
+#endif
     p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048,
     p->maxBlocksPerMultiProcessor = 32;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
@@ -202,13 +204,51 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int pr
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int* priority) {
     return *priority = 0, cudaSuccess;
 }
+// Graphs: what is captured runs at once, and a replay does nothing.
+static unsigned long long captures;
+static int capturing;
+static void* const GRAPH = &captures;
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus* status) {
-    return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
 }
+static cudaError_t capture_info(cudaStream_t s, enum cudaStreamCaptureStatus* status,
+                                unsigned long long* id, cudaGraph_t* graph, size_t* n) {
+    if (id) *id = captures;
+    if (graph) *graph = GRAPH;
+    if (n) *n = 0;
+    return cudaStreamIsCapturing(s, status);
+}
+#undef cudaStreamGetCaptureInfo
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t s, enum cudaStreamCaptureStatus* status,
                                         unsigned long long* id, cudaGraph_t* graph,
                                         const cudaGraphNode_t** nodes, size_t* n) {
-    return cudaStreamIsCapturing(s, status);
+    return capture_info(s, status, id, graph, n);
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* n) {
+    return capture_info(s, status, id, graph, n);
+}
+#endif
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+    return capturing = 1, captures++, cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
+    return capturing = 0, *graph = GRAPH, cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
+                                          unsigned long long flags) {
+    return *made = GRAPH, cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph,
+                                 unsigned long long flags) {
+    return *made = GRAPH, cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* n) {
+    return *n = 1, cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return handle((void**)e); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) { return handle((void**)e); }
