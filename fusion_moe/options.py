@@ -253,14 +253,16 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
 
 
 class _Module(types.ModuleType):
-    """Refuses `options.target = "cpu"`, which would change nothing."""
+    """Refuses `options.target = "cpu"`, which would change nothing, and misspelled names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS:
+        if name in _FIELDS or not hasattr(self, name):
             raise OptionError(
                 f"options.{name} = {value!r}",
                 expected=f"with fusion_moe.options.override({name}={value!r}):",
-                todo=f"for a whole process, set {_PREFIX}{name.upper()} before it starts",
+                todo=f"for a whole process, set {_PREFIX}{name.upper()} before it starts"
+                if name in _FIELDS
+                else did_you_mean(name, _FIELDS) or f"options are {', '.join(_FIELDS)}",
             )
         super().__setattr__(name, value)
 

@@ -21,6 +21,8 @@ def test_an_option_is_not_assigned():
     for name in "target", "check":
         with pytest.raises(OptionError, match=rf"override\({name}=1\).*FUSION_MOE_{name.upper()}"):
             setattr(options, name, 1)
+    with pytest.raises(OptionError, match="options.taget = 'cpu'.*did you mean 'target'"):
+        options.taget = "cpu"
     assert options.current() == before
 
 

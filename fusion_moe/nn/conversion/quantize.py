@@ -188,7 +188,8 @@ def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
         )
     if there and not trained:
         log.warning(
-            "quantize_ changes nothing: experts of this %s are in %s already%s",
+            "quantize_ changes nothing: experts of this %s are in %s already%s; for another format "
+            "load the model in floating point",
             where,
             ", ".join(dict.fromkeys(m.encoding.name for m in there)),
             ", and filter_fn or skip leaves the others out" if filtered else "",
