@@ -31,16 +31,16 @@ _CPU_PANEL = 2**19  # on a CPU: what caches hold
 
 
 class BlockKernels(Protocol):
-    """A device's kernels over blocks of an element type, with the bits of plain torch. Steps and
-    units are finite.
+    """A device's kernels over blocks of an element type, with the bits of plain torch. Scales,
+    outers and units are finite.
     """
 
     def largest(self, x: Tensor) -> Tensor:
         """x float [n, block] -> f32 [n]: the largest magnitudes, or NaN."""
 
-    def least_errors(self, x: Tensor, steps: Tensor) -> Tensor:
-        """x float [n, block], steps f32 [tried, n] -> u8 [n]: which step rounds a block with the
-        least squared error, the first of equal ones.
+    def least_errors(self, x: Tensor, scales: Tensor, outers: Tensor) -> Tensor:
+        """x float [n, block], scales [tried, n], outers f32 [n] -> u8 [n]: which of the steps
+        scales * outers rounds a block with the least squared error, the first of equal ones.
         """
 
     def encode(self, x: Tensor, units: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def least_error(
     rounded = scale.rounded(amax, outer)
     if not has_values(x) or not x.numel():
         return rounded
-    blocks, sizes = x.reshape(-1, scale.block), amax.flatten()
+    blocks, sizes, usual = x.reshape(-1, scale.block), amax.flatten(), rounded.flatten()
     outers = torch.as_tensor(outer, device=x.device).expand_as(amax).flatten()
     kernels = block_kernels(blocks, element)
     if kernels and not sizes.isfinite().all():
@@ -87,8 +87,8 @@ def least_error(
 
     def best(start: int) -> Tensor:
         some = slice(start, start + step)
-        tried = _tried(sizes[some], outers[some], scale, rule)
-        which = least(blocks[some], outers[some] * tried.view(scale.dtype).float())
+        tried = _tried(usual[some], sizes[some], outers[some], scale, rule)
+        which = least(blocks[some], tried.view(scale.dtype), outers[some])
         return tried.gather(0, which.long()[None])[0]
 
     result = torch.cat([*map(best, range(0, len(blocks), step))])
@@ -108,26 +108,25 @@ def block_kernels(x: Tensor, element: Element) -> BlockKernels | None:
     return None if torch._C._are_functorch_transforms_active() else find(x, element)
 
 
-def _tried(amax: Tensor, outer: Tensor, scale: Scale, rule: str) -> Tensor:
-    """amax and outer f32 [n] -> the candidates [1 + others, n], as integers of the same bits; that
-    of "max" is the first.
+def _tried(usual: Tensor, amax: Tensor, outer: Tensor, scale: Scale, rule: str) -> Tensor:
+    """usual, the scales of "max", amax and outer f32 [n] -> the candidates [1 + others, n], as
+    integers of the same bits; those of "max" are the first.
     """
     kind = _INTEGERS[scale.dtype.itemsize]
-    usual = scale.rounded(amax, outer).view(kind)
     others = [
-        (usual if factor == 1 else scale.rounded(amax * factor, outer).view(kind)).short() + offset
+        (usual if factor == 1 else scale.rounded(amax * factor, outer)).view(kind).short() + offset
         for factor, offset in scale.others[rule]
     ]
-    return torch.cat([usual[None], torch.stack(others).clamp_(*_limits(scale)).to(kind)])
+    return torch.cat([usual.view(kind)[None], torch.stack(others).clamp_(*_limits(scale)).to(kind)])
 
 
-def _least_errors(element: Element, x: Tensor, steps: Tensor) -> Tensor:
+def _least_errors(element: Element, x: Tensor, scales: Tensor, outers: Tensor) -> Tensor:
     """`BlockKernels.least_errors`, in plain torch."""
     columns = x.float().T.contiguous()
     which = torch.zeros(len(x), dtype=torch.uint8, device=x.device)
-    least = _squared_error(columns, steps[0], element)
-    for i, step in enumerate(steps[1:], 1):
-        error = _squared_error(columns, step, element)
+    least = _squared_error(columns, outers * scales[0].float(), element)
+    for i, scale in enumerate(scales[1:], 1):
+        error = _squared_error(columns, outers * scale.float(), element)
         which.masked_fill_(error < least, i)
         least = torch.minimum(error, least)
     return which

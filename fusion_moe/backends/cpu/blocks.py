@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ...encodings import Element, real_tensors
+from ...encodings.e2m1 import E2M1
 from ...errors import BuildError
 from ...runtime import build, isa
 from .readers import blocks_source
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BLOCKS = (16, 32, 64, 128)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (*_FLOATS, torch.float8_e4m3fn)  # as blocks.cpp counts them
+_BLOCKS, _LEAST = (16, 32, 64, 128), 16  # elements of a block; how many blocks
 
 
 class _Numbers(ctypes.Structure):
@@ -42,7 +44,8 @@ class CPUBlockKernels:
         """The kernels that quantize blocks x float [n, block] to 4-bit codes of `element`; None for
         other dtypes, blocks or codes, and where no C++ compiler is.
         """
-        fits = x.dtype in _DTYPES and x.shape[-1] in _BLOCKS and element.bits == 4
+        fits = x.dtype in _FLOATS and x.shape[-1] in _BLOCKS and len(x) >= _LEAST
+        fits = fits and element.bits == 4
         numbers = _numbers(element) if fits else None
         return cls(numbers) if numbers and _library(isa.selected()) else None
 
@@ -50,13 +53,15 @@ class CPUBlockKernels:
         """x float [n, block] -> f32 [n]: the largest magnitudes, or NaN."""
         return self._run("largest", x, out=x.new_empty(len(x), dtype=torch.float32))
 
-    def least_errors(self, x: Tensor, steps: Tensor) -> Tensor:
-        """x float [n, block], steps f32 [tried, n] -> u8 [n]: which step rounds with the least
-        squared error, the first of equal ones.
+    def least_errors(self, x: Tensor, scales: Tensor, outers: Tensor) -> Tensor:
+        """x float [n, block], scales [tried, n], outers f32 [n] -> u8 [n]: which of the steps
+        scales * outers rounds with the least squared error, the first of equal ones.
         """
-        tried = ctypes.c_int(len(steps))
+        scales = scales if scales.dtype in _DTYPES else scales.float()
+        dtype, tried = ctypes.c_int(_DTYPES.index(scales.dtype)), ctypes.c_int(len(scales))
         best = x.new_empty(len(x), dtype=torch.uint8)
-        return self._run("least_errors", x, self._numbers_of, steps, tried, out=best)
+        others = self._numbers_of, scales, dtype, outers, tried
+        return self._run("least_errors", x, *others, out=best)
 
     def encode(self, x: Tensor, units: Tensor) -> Tensor:
         """x float [n, block], units f32 [n] -> u8 [n, block / 2]: the codes of x / units."""
@@ -67,7 +72,11 @@ class CPUBlockKernels:
         """Calls an entry with x, what else it takes, and its output."""
         kept = [t.contiguous() if isinstance(t, Tensor) else t for t in (x, *others, out)]
         given = [ctypes.c_void_p(t.data_ptr()) if isinstance(t, Tensor) else t for t in kept]
-        sizes = ctypes.c_int(_DTYPES[x.dtype]), ctypes.c_longlong(len(x)), ctypes.c_int(x.shape[-1])
+        sizes = (
+            ctypes.c_int(_DTYPES.index(x.dtype)),
+            ctypes.c_longlong(len(x)),
+            ctypes.c_int(x.shape[-1]),
+        )
         threads = ctypes.c_int(torch.get_num_threads())
         getattr(_library(isa.selected()), entry)(given[0], *sizes, *given[1:], threads)
         return out
@@ -79,7 +88,8 @@ def _numbers(element: Element) -> _Numbers | None:
     """The numbers and bounds of an element type, with which rounding is comparing; None if it does
     not round so.
     """
-    if element.encode is None or element.decode is None or element.holds_nan:
+    searched = element is E2M1 or element.affine or not element.nearest  # as searches round
+    if element.encode is None or element.decode is None or element.holds_nan or not searched:
         return None
     codes = sorted(range(16), key=lambda i: (element.values[i], i < 8))
     numbers = [element.values[i] for i in codes]

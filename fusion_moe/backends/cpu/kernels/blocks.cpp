@@ -18,6 +18,7 @@ constexpr int LANES = 4;
 constexpr int MOST = 128;  // elements of a block
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UInts __attribute__((vector_size(4 * LANES)));
 
 // The numbers of an element type that rise: x stands for the last one whose bound is below it.
 struct Numbers {
@@ -26,55 +27,66 @@ struct Numbers {
     int32_t codes[16];
 };
 
+enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E4M3 };
+
+inline float number(const void* x, int dtype, i64 i) {
+    if (dtype == FLOAT32) return static_cast<const float*>(x)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(x)[i];
+    return dtype == BFLOAT16 ? widen(bf16{bits}) : widen(f16{bits});
+}
+
+// LANES numbers from i on; those of e4m3 are neither negative nor NaN.
+inline Lanes some(const void* x, int dtype, i64 i) {
+    if (dtype == FLOAT8_E4M3) {
+        u8 __attribute__((vector_size(LANES))) bytes;
+        std::memcpy(&bytes, static_cast<const u8*>(x) + i, LANES);
+        const Ints all = __builtin_convertvector(bytes, Ints), bits = all << 20;
+        return all < 8 ? Lanes(bits + (121 << 23)) - 0x1p-6f : Lanes(bits + (120 << 23));
+    }
+    Lanes y;
+    for (int l = 0; l < LANES; l++) y[l] = number(x, dtype, i + l);
+    return y;
+}
+
 struct Blocks {
     const void* x;  // [n, block]
-    int dtype;      // 0: float32, 1: bfloat16, 2: float16
+    int dtype;      // up to FLOAT16
     int block;
-    i64 n;
+    i64 n;  // at least LANES
 
-    float at(i64 i) const {
-        if (dtype == 0) return static_cast<const float*>(x)[i];
-        const uint16_t bits = static_cast<const uint16_t*>(x)[i];
-        return dtype == 1 ? widen(bf16{bits}) : widen(f16{bits});
-    }
-
-    // LANES blocks from `first` on, side by side; those past the end are the last one.
-    void load(i64 first, Lanes* lanes) const {
-        for (int l = 0; l < LANES; l++) {
-            const i64 from = (first + l < n ? first + l : n - 1) * block;
-            for (int k = 0; k < block; k++) lanes[k][l] = at(from + k);
-        }
+    // LANES blocks side by side; returns the first one. The last are those before the end.
+    i64 load(i64 i, Lanes* lanes) const {
+        const i64 first = i + LANES <= n ? i : n - LANES;
+        for (int l = 0; l < LANES; l++)
+            for (int k = 0; k < block; k++) lanes[k][l] = number(x, dtype, (first + l) * block + k);
+        return first;
     }
 };
 
-// Of [n] floats those of LANES blocks; the last one again past the end.
-Lanes some(const float* of_blocks, i64 first, i64 n) {
-    Lanes y;
-    for (int l = 0; l < LANES; l++) y[l] = of_blocks[first + l < n ? first + l : n - 1];
-    return y;
-}
-
 inline Lanes magnitude(Lanes x) { return Lanes(Ints(x) & 0x7fffffff); }
 
-// Of values that belong to the numbers, those of the ones that x stands for.
-template <int COUNT, class Values, class T>
-[[gnu::always_inline]] inline Values rounded(const Numbers& of, const T* values, Lanes x) {
-    const Lanes size = COUNT == 8 ? magnitude(x) : x;
-    Values y = Values{} + values[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Values{} + values[i] : y;
-    return y;
-}
-
+// x, of which e2m1 has the magnitude, rounded to e2m1 or to integers. Adding so much leaves no bits
+// of fractions; of NaN, which is 0 / 0, any number may come.
 template <int COUNT>
 [[gnu::always_inline]] inline Lanes nearest(const Numbers& of, Lanes x) {
-    const Lanes y = rounded<COUNT, Lanes>(of, of.numbers, x);
-    return COUNT == 8 ? Lanes(Ints(y) | (Ints(x) & int32_t(0x80000000))) : y;
+    const Lanes most = Lanes{} + of.numbers[COUNT - 1], least = Lanes{} + of.numbers[0];
+    if (COUNT == 8) {  // integers, of which there is a least and a largest one in an instruction
+        const UInts all = UInts(x), six = UInts(most), one = UInts(Lanes{} + 1.0f);
+        const UInts size = all < six ? all : six, power = size > one ? size : one;
+        const Lanes large = Lanes((power & 0x7f800000) + (22 << 23));
+        return (Lanes(size) + large) - large;
+    }
+    const Lanes low = x < most ? x : most;
+    return ((low > least ? low : least) + 0x1.8p23f) - 0x1.8p23f;
 }
 
+// The codes of the numbers that x stands for.
 template <int COUNT>
 [[gnu::always_inline]] inline Ints code(const Numbers& of, Lanes x) {
-    const Ints y = rounded<COUNT, Ints>(of, of.codes, x);
+    const Lanes size = COUNT == 8 ? magnitude(x) : x;
+    Ints y = Ints{} + of.codes[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < COUNT; i++) y = size > of.bounds[i] ? Ints{} + of.codes[i] : y;
     return COUNT == 8 ? y + (x < 0.0f ? Ints{} + 8 : Ints{}) : y;
 }
 
@@ -98,44 +110,46 @@ Lanes error_of(const Numbers& of, const Lanes* x, int block, Lanes step) {
 }
 
 template <int COUNT>
-void search(const Numbers& of, const Blocks& blocks, const float* steps, int tried, uint8_t* best,
-            i64 first) {
+void search(const Numbers& of, const Blocks& blocks, const void* scales, int dtype,
+            const float* outers, int tried, uint8_t* best, i64 i) {
     Lanes x[MOST];
-    blocks.load(first, x);
+    const i64 first = blocks.load(i, x);
+    const int32_t kept = COUNT == 8 ? 0x7fffffff : -1;  // errors are those of magnitudes
+    for (int k = 0; k < blocks.block; k++) x[k] = Lanes(Ints(x[k]) & kept);
+    const Lanes outer = Lanes(Ints(some(outers, FLOAT32, first)) & kept);
     Ints winner{};
     Lanes least{};
-    for (int i = 0; i < tried; i++) {
-        const Lanes made =
-            error_of<COUNT>(of, x, blocks.block, some(steps + i * blocks.n, first, blocks.n));
-        const Ints better = i ? made < least : Ints{} - 1;
-        winner = better ? Ints{} + i : winner;
+    for (int t = 0; t < tried; t++) {
+        const Lanes step = some(scales, dtype, t * blocks.n + first) * outer;
+        const Lanes made = error_of<COUNT>(of, x, blocks.block, step);
+        const Ints better = t ? made < least : Ints{} - 1;
+        winner = better ? Ints{} + t : winner;
         least = better ? made : least;
     }
-    for (int l = 0; l < LANES && first + l < blocks.n; l++) best[first + l] = uint8_t(winner[l]);
+    for (i64 l = i - first; l < LANES; l++) best[first + l] = uint8_t(winner[l]);
 }
 
 template <int COUNT>
-void encode(const Numbers& of, const Blocks& blocks, const float* units, uint8_t* codes,
-            i64 first) {
+void encode(const Numbers& of, const Blocks& blocks, const float* units, uint8_t* codes, i64 i) {
     Lanes x[MOST];
-    blocks.load(first, x);
-    const Lanes unit = some(units, first, blocks.n);
+    const i64 first = blocks.load(i, x);
+    const Lanes unit = some(units, FLOAT32, first);
     for (int k = 0; k < blocks.block; k += 2) {
         const Ints pair = code<COUNT>(of, x[k] / unit) | code<COUNT>(of, x[k + 1] / unit) << 4;
-        for (int l = 0; l < LANES && first + l < blocks.n; l++)
+        for (i64 l = i - first; l < LANES; l++)
             codes[((first + l) * blocks.block + k) / 2] = uint8_t(pair[l]);
     }
 }
 
-void amax(const Blocks& blocks, float* largest, i64 first) {
+void amax(const Blocks& blocks, float* largest, i64 i) {
     Lanes x[MOST];
-    blocks.load(first, x);
+    const i64 first = blocks.load(i, x);
     Lanes y{};
     for (int k = 0; k < blocks.block; k++) {
         const Lanes size = magnitude(x[k]);
         y = (size > y) | (size != size) ? size : y;  // NaN stays
     }
-    for (int l = 0; l < LANES && first + l < blocks.n; l++) largest[first + l] = y[l];
+    for (i64 l = i - first; l < LANES; l++) largest[first + l] = y[l];
 }
 
 }  // namespace
@@ -147,13 +161,16 @@ extern "C" void largest(const void* x, int dtype, i64 n, int block, float* of_bl
     for (i64 i = 0; i < n; i += LANES) amax(blocks, of_blocks, i);
 }
 
-// x [n, block], steps f32 [tried, n] -> best u8 [n]: the first of the steps with the least error.
+// x [n, block], scales [tried, n], outers f32 [n] -> best u8 [n]: the first of the steps
+// scales * outers with the least error.
 extern "C" void least_errors(const void* x, int dtype, i64 n, int block, const Numbers* of,
-                             const float* steps, int tried, uint8_t* best, int threads) {
+                             const void* scales, int of_scales, const float* outers, int tried,
+                             uint8_t* best, int threads) {
     const Blocks blocks{x, dtype, block, n};
 #pragma omp parallel for num_threads(threads)
     for (i64 i = 0; i < n; i += LANES)
-        (of->count == 8 ? search<8> : search<16>)(*of, blocks, steps, tried, best, i);
+        (of->count == 8 ? search<8> : search<16>)(*of, blocks, scales, of_scales, outers, tried,
+                                                  best, i);
 }
 
 // x [n, block], units f32 [n] -> codes u8 [n, block / 2] of x / unit, the first in the low bits.
