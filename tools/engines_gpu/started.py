@@ -55,6 +55,8 @@ def environment(site: Path) -> dict[str, str]:
         "PYTHONNOUSERSITE": "1",
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
+        # where nvcc and libcudart are that compile SGLang's modules
+        "CUDA_HOME": os.environ.get("CUDA_HOME") or "/usr/local/cuda",
         "FUSION_MOE_CACHE_DIR": str(caches / "fusion_moe"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "SGLANG_JIT_CACHE_DIR": str(caches / "jit"),
