@@ -183,9 +183,9 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def known_names() -> str:
-    """The full names of the classes that are converted by name."""
-    found = (name for name, converter in _by_name().items() if not isinstance(converter, str))
-    return ", ".join(sorted(found))
+    """The classes that are converted by name, and whose they are."""
+    found = sorted(name for name, made in _by_name().items() if not isinstance(made, str))
+    return ", ".join(f"{name.rpartition('.')[2]} of {name.partition('.')[0]}" for name in found)
 
 
 def qualified(module: nn.Module) -> str:
