@@ -219,13 +219,16 @@ def _of_all(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def _runs_otherwise(item: pytest.Item) -> bool:
-    """Whether a test that `make test` runs does more with --all: it draws examples, or has a
-    fixture that looks at it.
+    """Whether a test that `make test` runs does more with --all: its kernels have -O3, it draws
+    examples, or has a fixture that looks at it.
     """
-    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-        return True
     of = getattr(item, "fixturenames", ())
-    return "call_by_call" in of or "meaning_without_all" in of
+    return (
+        _among(frozenset({"backends"}), item.path)
+        or getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        or "call_by_call" in of
+        or "meaning_without_all" in of
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
