@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def _state(process: subprocess.Popen[bytes], deadline: float) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With what it started."""
+    """With what it started. An interrupt may have left Popen.wait's lock held."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.killpg(process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, process.pid, os.WEXITED)
