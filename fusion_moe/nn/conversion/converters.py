@@ -17,6 +17,7 @@ from ..frozen import PackedModule, Projections, QuantizedLinear, rounded
 from .contract import contract_of, experts_from, need_contract
 from .grouped import grouped_contract_of
 from .register import Converter, registered_converter
+from .traced_activation import is_that_of
 
 
 def by_contract(
@@ -127,6 +128,7 @@ def check(module: nn.Module, config: QuantizationConfig | None = None, name: str
     """
     copied = without_memory(module)
     _made(converter_of(module), copied, config, name)
+    is_that_of(module, copied)
     dims = 2 if type(module) is nn.Linear else 3  # of the weights that are quantized
     for key, parameter in module.named_parameters():
         if parameter.dim() == dims and has_values(parameter.data):

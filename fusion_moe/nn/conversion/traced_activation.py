@@ -83,6 +83,14 @@ def activation_of(module: Any, as_stored: bool = False) -> str | None:
     return cached[1][as_stored]
 
 
+def is_that_of(module: Any, copy: Any) -> None:
+    """Gives `module` the traced activation of `copy`, a copy of it, so that the same function is
+    not traced twice. Nothing happens if the copy's was not traced.
+    """
+    if copy in _traced:
+        _traced[module] = _numbers(module), _traced[copy][1]
+
+
 # torch.compiler.assume_constant_result or disable, which would import the tracer. What a module's
 # experts compute does not change. Tracers before torch 2.13 take no module as an argument: there
 # the graph breaks.
@@ -106,7 +114,7 @@ def _numbers(module: Any) -> Hashable:
 
 
 def _of_kind(module: Any) -> Texts:
-    """As `_of_module`: once for all layers of a model, and for copies of them."""
+    """As `_of_module`: once for all layers of a model."""
     kind = _kind(module)
     if kind is None:
         return _of_module(module)
