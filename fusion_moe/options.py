@@ -256,14 +256,17 @@ class _Module(types.ModuleType):
     """Refuses `options.target = "cpu"`, which would change nothing, and misspelled names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS or not hasattr(self, name):
+        if name in _FIELDS:
             raise OptionError(
                 f"options.{name} = {value!r}",
                 expected=f"with fusion_moe.options.override({name}={value!r}):",
-                todo=f"for a whole process, set {_PREFIX}{name.upper()} before it starts"
-                if name in _FIELDS
-                else did_you_mean(name, _FIELDS) or f"options are {', '.join(_FIELDS)}",
+                todo=f"for a whole process, set {_PREFIX}{name.upper()} before it starts",
             )
+        if not hasattr(self, name):
+            try:
+                _checked(name, value)
+            except OptionError as error:
+                raise error.at(f"options.{name} = {value!r}") from None
         super().__setattr__(name, value)
 
 
