@@ -77,4 +77,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.killpg(process.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, process.pid, os.WEXITED)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        process.poll()
