@@ -21,6 +21,11 @@ INTRINSICS = "#include <immintrin.h>\n"  # of all tiers but "generic"
 FOLDER = options.current().cache_dir  # not that of a test
 
 
+def level() -> str:
+    """With which kernels are compiled."""
+    return os.environ.get(LEVEL, O3)
+
+
 @cache
 def use() -> None:
     """Has kernels that this process and its forks compile begin so. What they are called in caches
@@ -30,14 +35,14 @@ def use() -> None:
     name = build.LibrarySource.file
 
     def file(source: build.LibrarySource, compiler: build.Compiler) -> str:
-        usual, level = Path(name(source, compiler)), os.environ.get(LEVEL, O3)
-        if level == O3 or KERNELS not in source.include:
+        usual = Path(name(source, compiler))
+        if level() == O3 or KERNELS not in source.include:
             return usual.name
-        return f"{usual.stem}{level}{usual.suffix}"
+        return f"{usual.stem}{level()}{usual.suffix}"
 
     def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
         if KERNELS in source.include:
-            command = [os.environ.get(LEVEL, O3) if flag == O3 else flag for flag in command]
+            command = [level() if flag == O3 else flag for flag in command]
         # what is included before it, as emulated instructions are, would be left out
         first = KERNELS in source.include and "-include" not in command
         if first and "Free Software Foundation" in version((command[0],)):

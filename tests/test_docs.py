@@ -70,10 +70,10 @@ def cases() -> Iterator[object]:
 
 # Without --all what is around fusions is called, as by conftest's call_by_call.
 RUN = f"""
-import os, precompiled, runpy, sys, traceback
+import precompiled, runpy, sys, traceback
 from fusion_moe.frontends.inductor import compile_graph
 precompiled.use()
-if os.environ.get(precompiled.LEVEL, precompiled.O3) != precompiled.O3:
+if precompiled.level() != precompiled.O3:
     compile_graph.has_compiler = lambda: False
 for file in sys.argv[1:]:
     try:

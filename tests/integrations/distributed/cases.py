@@ -1450,7 +1450,7 @@ def run(rank: int, ranks: int, folder: Path, group: str, chosen: Sequence[str]) 
     """One process."""
     torch.set_num_threads(1)
     precompiled.use()
-    if os.environ.get(precompiled.LEVEL, precompiled.O3) != precompiled.O3:
+    if precompiled.level() != precompiled.O3:
         compile_graph.has_compiler = lambda: False  # as conftest's call_by_call
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
