@@ -106,7 +106,8 @@ _kept: dict[Any, _Kept] = {}
 
 def kept_bytes() -> int:
     """The memory of all weights that are kept for eager calls."""
-    return sum(t.nbytes for e in _kept.values() for t in e.parts if isinstance(t, Tensor))
+    parts = (t for entry in _kept.values() for t in entry.parts)
+    return sum(t.nbytes for t in parts if isinstance(t, Tensor))
 
 
 def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -117,10 +118,10 @@ def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     if captured or any(t.is_inference() for t in tensors):
         return []  # a graph's own kernels must see writes; or torch counts none
     state, of = [t._version for t in tensors], pack.attrs
-    key = (  # others begin at the same address, too, or are of a storage that counts by itself
-        *(wanted, of["encoding"], of["layout"], of.get("transposed")),
-        *[(t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride()) for t in tensors],
-    )
+    form = wanted, of["encoding"], of["layout"], of.get("transposed")
+    # others begin at the same address, too, or are of a storage that counts by itself
+    places = [(t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+    key = *form, *places
     entry = _kept.get(key)
     if entry is None:
         _kept[key] = _Kept(state)

@@ -360,19 +360,15 @@ class Fusion:
         from .text import op_text, value_names
 
         names, op = value_names(self), self.ops[at]
+        near = "\n".join(
+            ("-> " if i == at else "   ") + op_text(o, names)
+            for i, o in enumerate(self.ops)
+            if abs(i - at) < 4
+        )
         return FusionError(
             why,
             expected=expected,
-            todo="\n".join(
-                [
-                    f"made by {op.translator or 'hand'}",
-                    *(
-                        ("-> " if i == at else "   ") + op_text(o, names)
-                        for i, o in enumerate(self.ops)
-                        if abs(i - at) < 4
-                    ),
-                ]
-            ),
+            todo=f"made by {op.translator or 'hand'}\n{near}",
             where=op.kind.name,
         )
 

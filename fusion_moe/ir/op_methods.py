@@ -22,8 +22,9 @@ class Ops:
         self._append = append
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if (kind := KINDS.get(name)) is None:
+        if name not in KINDS:
             raise no_operation(f"no operation is called {name!r}", name, KINDS)
+        kind = KINDS[name]
 
         def call(*inputs: Any, **attrs: Any) -> Any:
             outputs = self._append(kind, inputs, attrs)

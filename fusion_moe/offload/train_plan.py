@@ -118,8 +118,8 @@ def plan(
     """
     parts, whole = _parts(model, config, step), None
     needed = sum(parts.values())
-    # activations, to the host
-    sent = sum(_parts(model, config, replace(step, activation_offloading=False)).values()) - needed
+    on_device = replace(step, activation_offloading=False)
+    sent = sum(_parts(model, config, on_device).values()) - needed  # activations, to the host
     without = {name: n for name, n in parts.items() if name != "buffers for copies"}
     if memory >= sum(without.values()) + model.experts:
         parts, needed = without, sum(without.values())
@@ -133,9 +133,8 @@ def plan(
     each = 1 / len(model.layers)
     passes, unpacked = max(0, 2 - 4 * each), 2 - 2 * each
     filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
-    copies = sent / link + passes * away * (
-        (model.experts - filed) / link + filed / min(link, DISK)
-    )
+    copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
+    copies += sent / link
     products += unpacked * bool(away) * model.experts / _UNPACK
     advice = tuple(_advice(model, config, memory, step, whole, copies > products))
     return TrainPlan(step, memory, parts, whole, copies, products, advice)
@@ -144,11 +143,9 @@ def plan(
 def _parts(model: Model, config: Mapping[str, Any], step: Step) -> dict[str, int]:
     hidden, inner = _entry(config, "hidden_size"), _entry(config, *INNER)
     layers, wide = len(model.layers), _attention(config) // hidden
+    slots = max(layer.slots for layer in model.layers)
     of_experts = max(layer.experts for layer in model.layers) * (2 * hidden + 3 * inner)
-    slots, factors = (
-        max(layer.slots for layer in model.layers),
-        step.rank * (of_experts + 4 * hidden + wide),
-    )
+    factors = step.rank * (of_experts + 4 * hidden + wide)
     # results of the first product, inputs of norms in float32, of adapters and of experts, and
     # factors as autocast casts them; then what the backward of a layer's experts needs beside
     saved = step.tokens * (4 * slots * inner + 16 * hidden + 5 * wide) + 2 * factors

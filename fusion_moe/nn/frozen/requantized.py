@@ -64,7 +64,5 @@ def requantizing(modules: Iterable[torch.nn.Module]) -> str:
     if any(m.weights == "both" for m in read):
         how += "; results depend on how many rows are computed together"
     names = " and ".join(dict.fromkeys(m.encoding.name for m in read))
-    return (
-        f"{len(read)} x weights in {names} ({packed}) requantized to {REQUANTIZED.name} "
-        f"({requantized}) {how}"
-    )
+    to = f"{REQUANTIZED.name} ({requantized})"
+    return f"{len(read)} x weights in {names} ({packed}) requantized to {to} {how}"
