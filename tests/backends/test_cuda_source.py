@@ -460,7 +460,8 @@ def test_variants_need_no_local_memory_and_have_lean_loops(number, variant: Vari
                 ]
                 most = LOOP + MOVES * (order == "row")
                 assert all(size / (products / 4) <= most for size in sizes)
-                assert sizes or source.matrices.k < 64 * variant.split_k * 2 * round_of(variant)
+                # two rounds are no loop
+                assert sizes or source.matrices.k <= 64 * variant.split_k * 2 * round_of(variant)
 
 
 @needs_nvdisasm
