@@ -41,12 +41,20 @@ class _Commands(TyperGroup):
                 typer.echo(text, err=True)
             else:
                 command = getattr(error.ctx, "command_path", "fusion-moe")
-                text = text.rstrip(".").replace("Value error, ", "")
-                say(f"{text[0].lower()}{text[1:]}; {command} --help says what there is")
+                say(f"{_sentence(error)}; {command} --help says what there is")
         except typer.Abort:
             code = STOPPED
             say("interrupted")
         sys.exit(code if isinstance(code, int) else FINE)
+
+
+def _sentence(error: Any) -> str:
+    """What is wrong, with the value that was found, which pydantic's messages leave out."""
+    text = error.format_message().rstrip(".").replace("Value error, ", "")
+    if errors := getattr(error.__cause__, "errors", None):
+        text = text.replace("Input should", f"{errors()[0]['input']!r} should")
+        text = text.partition(", unable to parse")[0]
+    return f"{text[0].lower()}{text[1:]}"
 
 
 app = typer.Typer(

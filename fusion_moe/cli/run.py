@@ -66,6 +66,10 @@ def run(
     check_device(device, "run")
     if gpu_memory is not None:
         bytes_of(gpu_memory, "--gpu-memory")
+        if device == "cpu":
+            raise OptionError("--gpu-memory with --device cpu", expected="one of them", where="run")
+    elif offload_folder:
+        raise OptionError("--offload-folder alone", expected="--gpu-memory too", where="run")
     if record:  # where it cannot be written, nothing is read
         check_writable(record, "a run", RECORDS)
     directory = local(directory)
@@ -76,7 +80,7 @@ def run(
 
     from .run_model import Talk, line, recorded
 
-    where = device_of(device, "run")
+    where = device_of("cuda", "run --gpu-memory") if gpu_memory else device_of(device, "run")
     torch.manual_seed(seed)
     with quietly():
         how: dict[str, Any] = {}

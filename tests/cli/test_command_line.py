@@ -68,6 +68,20 @@ def quantized_by(method: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", ".", "hi", "--tokens", "abc"), "'--tokens': 'abc' should be a valid integer;"),
+        (("serve", ".", "--port", "0"), "'--port': '0' should be greater than or equal to 1;"),
+        (("plan", ".", "--link", "fast"), "'--link': 'fast' should be a valid number;"),
+    ],
+)
+def test_a_bad_number_is_said(arguments, said):
+    """What was found, and what was expected."""
+    pytest.importorskip("typer", minversion="0.29")  # before, click's sentences have both
+    assert run(*arguments).stderr.startswith(f"fusion-moe: invalid value for {said}")
+
+
 def test_what_is_not_read_exits_with_3_and_one_sentence(tmp_path):
     folder = quantized_by("gguf", tmp_path)
     for command in ("inspect", "explain"):
@@ -163,6 +177,8 @@ WRONG = {
     ("run", MODEL, "hi", "--device", "tpu"): 2,
     ("run", MODEL, "hi", "--record", "run.png"): 2,
     ("run", MODEL, "hi", "--gpu-memory", "1..5GB"): 2,
+    ("run", MODEL, "hi", "--gpu-memory", "4GB", "--device", "cpu"): 2,
+    ("run", MODEL, "hi", "--offload-folder", "."): 2,
     ("run", MIXTRAL, "hi"): 1,
     ("bench", NONE): 1,
     ("bench",): 2,
