@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DeviceError, DtypeError, NonFiniteError, ShapeError
+from ..errors import CheckpointError, DeviceError, DtypeError, NonFiniteError, ShapeError, need
 from .encoding import FLOATS, Encoding, Part, Scale
 
 
@@ -126,17 +126,21 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
     """Raises unless x is float [..., N, K] with K in whole blocks; elements: each matrix must also
     have at least one element.
     """
+    need(x, Tensor, expected="a tensor", todo="torch.as_tensor makes one", where=encoding.name)
     if x.dtype not in FLOATS:
-        todo = "cast it, for example with x.float()"
         raise DtypeError(
             f"x is {x.dtype}",
             expected="float32, bfloat16 or float16",
-            todo=todo,
+            todo="cast it, for example with x.float()",
             where=encoding.name,
         )
     if x.dim() < 2:
-        expected, todo = "[..., N, K], at least two dimensions", "x[None] makes one row"
-        raise ShapeError(f"x is {list(x.shape)}", expected=expected, todo=todo, where=encoding.name)
+        raise ShapeError(
+            f"x is {list(x.shape)}",
+            expected="[..., N, K], at least two dimensions",
+            todo="x[None] makes one row",
+            where=encoding.name,
+        )
     encoding.need_whole(x.shape[encoding.axis])
     if elements and 0 in x.shape[-2:]:
         raise ShapeError(

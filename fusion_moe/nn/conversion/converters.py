@@ -153,7 +153,7 @@ def _made(
         why = why_refused(module)
         raise UnsupportedError(
             f"{kind}: {why}" if why else f"no converter for {qualified(module)}",
-            expected=f"{DECORATED}, or {known_names()}",
+            expected=DECORATED,
             todo=how_to_register(module),
             where=name or kind,
         )
@@ -182,12 +182,6 @@ def without_memory(module: nn.Module) -> nn.Module:
         name: None if m is None else without_memory(m) for name, m in module._modules.items()
     }
     return result
-
-
-def known_names() -> str:
-    """The classes that are converted by name, and whose they are."""
-    found = sorted(name for name, made in _by_name().items() if not isinstance(made, str))
-    return ", ".join(f"{name.rpartition('.')[2]} of {name.partition('.')[0]}" for name in found)
 
 
 def qualified(module: nn.Module) -> str:

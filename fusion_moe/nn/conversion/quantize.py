@@ -20,7 +20,6 @@ from .converters import (
     converted,
     converter_of,
     how_to_register,
-    known_names,
     qualified,
     why_refused,
 )
@@ -168,8 +167,11 @@ def chosen(
 
 def quantized_experts(model: nn.Module) -> dict[str, Projections | NVFP4GroupedLinear]:
     """The experts of a model that are quantized already, by their names."""
-    kinds = Projections, NVFP4GroupedLinear
-    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (Projections, NVFP4GroupedLinear))
+    }
 
 
 def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
@@ -213,9 +215,9 @@ def _check_why_none(model: nn.Module, filtered: bool, trained: bool) -> None:
     raise UnsupportedError(
         "no experts that can be quantized; modules with 3-D weights: "
         f"{', '.join(sorted(others)) or 'none'}",
-        expected=f"{DECORATED}, or {known_names()}",
+        expected=DECORATED if others or trained else "experts, or linear=True for linear layers",
         todo=how_to_register(unknown)
         if others or trained
-        else "linear=True takes linear layers; fusion_moe.register_converter adds other experts",
+        else "fusion_moe.register_converter adds other experts",
         where=where,
     )

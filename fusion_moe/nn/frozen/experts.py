@@ -217,7 +217,7 @@ def quantize_gate_up(gate_up: Tensor, scales: str = "max") -> Quantized:
     """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: one for
     gate and one for up.
     """
-    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+    if gate_up.ndim != 3 or gate_up.shape[1] % 2:
         raise ShapeError(
             f"gate_up {list(gate_up.shape)}",
             expected="[E, 2I, H], gate above up",
