@@ -176,8 +176,7 @@ def file_of(
     """
     linked_by = [driver.version()] if "," in arch else []
     parts = (_meaning(text), headers.key, by or version(), *linked_by, *_all_flags(arch, flags))
-    key = store.key_of(*parts)
-    return f"{name}-{arch}-{key}.cubin"
+    return f"{name}-{arch}-{store.key_of(*parts)}.cubin"
 
 
 def _meaning(text: str) -> str:

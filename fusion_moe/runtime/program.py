@@ -175,8 +175,7 @@ class Program:
         if self.product is None:
             return -1
         read = needed(self.fusion.ops, [self.product.values[1]])
-        weights = (i for i, v in enumerate(self.fusion.inputs) if v in read)
-        return next(weights, -1)
+        return next((i for i, v in enumerate(self.fusion.inputs) if v in read), -1)
 
     @cached_property
     def product(self) -> Op | None:

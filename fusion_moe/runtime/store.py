@@ -10,6 +10,8 @@ What makes it safe:
   to make the file removes it. No clock is used.
 - Whoever makes a file holds a lock (flock, which the system releases when its holder dies); others
   wait for it. If a file system has no locks, all make the file, and all results are right.
+- The lock's file says how long the file is. One that was cut since, by a bad disk or by hand, is
+  made again: loading it would end the process.
 - Code is loaded from here, so nobody else may be able to write to the folder, to replace it, or to
   write to a file in it (trust.py). An unsafe folder is not used, an unsafe file is made again, and
   a warning says so. New files are private to this user, whatever the umask.
@@ -54,7 +56,8 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
     if has(key):
         return _wanted() / key
     path = folder() / key
-    with _locked(path.with_name(f"{key}.lock")) as held:
+    lock = path.with_name(f"{key}.lock")
+    with _locked(lock) as held:
         if not _is_safe(path):
             for left in path.parent.glob(f"{key}-*.tmp") if held else ():  # of a killed process
                 shutil.rmtree(left, ignore_errors=True)
@@ -64,6 +67,7 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
                     result.chmod(0o600)
                 with result.open("rb") as file:
                     os.fsync(file.fileno())
+                lock.write_text(str(result.stat().st_size))
     return path
 
 
@@ -119,14 +123,21 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether there is a file that nobody else can have written."""
+    """Whether there is a file that nobody else can have written, as long as it was made."""
     try:
-        why = trust.why_not(path)
+        why = trust.why_not(path) or _why_cut(path)
     except OSError:
         return False
     if why:
         warn_once(f"{path} {why}; rebuilding it")
     return not why
+
+
+def _why_cut(path: Path) -> str:
+    """Why a file is not what was made; "" where nobody noted how long that was."""
+    size, lock = str(path.stat().st_size), path.with_name(f"{path.name}.lock")
+    made = lock.read_text(errors="replace") if lock.exists() else ""
+    return f"has {size} bytes, not {made} as when it was made" if made not in ("", size) else ""
 
 
 @contextlib.contextmanager

@@ -205,6 +205,8 @@ def as_a_link(path):
     [
         (lambda path: path.chmod(0o620), "can be written by other users (mode 620, expected 600"),
         (lambda path: path.chmod(0o602), "can be written by other users (mode 602, expected 600"),
+        (lambda path: os.truncate(path, 4), "has 4 bytes, not 14 as when it was made"),
+        (lambda path: os.truncate(path, 0), "has 0 bytes, not 14 as when it was made"),
         (as_a_link, "is neither a plain file nor a folder (mode lrwxrwxrwx)"),
         pytest.param(
             lambda path: os.chown(path, OTHER, -1),
@@ -213,7 +215,7 @@ def as_a_link(path):
         ),
     ],
 )
-def test_a_file_that_another_user_may_have_written_is_made_again(change, why, folder, caplog):
+def test_a_file_that_is_not_what_was_made_is_made_again(change, why, folder, caplog):
     path = store.get_or_make("key.bin", lambda path: path.write_bytes(b"\x7fELF, and evil"))
     change(path)
     with caplog.at_level(logging.WARNING, "fusion_moe"):
