@@ -71,23 +71,15 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _is_transposed(t: Tensor) -> bool:
-    """Whether t is a contiguous tensor [n, k] or [e, n, k] with the last dimensions swapped. torch
-    makes no view of memory that is not there.
-    """
-    if t.dim() not in (2, 3):
-        return False
-    *lead, rows, columns = t.stride()
-    return (rows, columns) == (1, t.shape[-2]) and lead in ([], [t.shape[-1] * columns])
-
-
 def need_memory(tensors: Sequence[Tensor]) -> None:
-    """ShapeError unless the storage of each tensor holds all of its elements: kernels read
-    addresses, and wrappers free parameters.
+    """ShapeError unless each tensor has strides, and a storage that holds all of its elements:
+    kernels read addresses, and wrappers free parameters.
     """
     for i, t in enumerate(tensors):
+        if t.layout != torch.strided:
+            raise ShapeError(f"input {i} is {t.layout}", expected="torch.strided, by to_dense()")
         held = t.untyped_storage().nbytes() - t.storage_offset() * t.itemsize
-        if ((t.is_contiguous() or _is_transposed(t)) and t.nbytes <= held) or not t.numel():
+        if (t.is_contiguous() and t.nbytes <= held) or not t.numel():
             continue
         needed = t.itemsize * (
             1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))

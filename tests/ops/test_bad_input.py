@@ -18,6 +18,7 @@ from fusion_moe import (
 from fusion_moe.encodings import INT4, quantize
 from fusion_moe.errors import (
     OptionError,
+    ShapeError,
 )
 from fusion_moe.nn import activation, swiglu
 
@@ -328,3 +329,14 @@ def test_a_bad_value_in_the_environment():
         match="environment variable FUSION_MOE_COMPILE_SECONDS: option compile_seconds = 'soon'",
     ):
         options.from_environment({"FUSION_MOE_COMPILE_SECONDS": "soon"})
+
+
+@pytest.mark.parametrize("turned", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_without_strides(turned):
+    """As the first call of its sizes, and after one that is remembered."""
+    a = getattr(A.float(), turned)()
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=r"input 0 is torch\.(sparse_coo|sparse_csr|_mkldnn)"):
+            mm(a)
+        mm(A.float())
