@@ -163,7 +163,10 @@ CASES: dict[str, tuple[list[Tensor], Callable[..., Any]]] = {
             end_indices=(2 * x.type.shape[0], 33),
         ),
     ),
-    "eight_bits": ([F.to(torch.float8_e4m3fn)], lambda fd, x: fd.ops.cast(x, dtype="f32")),
+    "eight_bits": (
+        [F.to(torch.float8_e4m3fn), F[2, 3].to(torch.float8_e4m3fn)],
+        lambda fd, x, y: (fd.ops.cast(x, dtype="f32"), fd.ops.cast(y, dtype="f32")),
+    ),
     "whole_numbers": ([COUNTS, COUNTS.int()], whole_numbers),
     "added_where_taken": (
         [F, torch.tensor([3, 0, 3, 6, 1]), F[:5]],
