@@ -117,23 +117,17 @@ def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Val
 def _gathered_before(fd: FusionDefinition, op: Op, x: Value) -> Value | None:
     """What has the same rows as x, narrower or in another partition."""
     before = fd.producer(x, "reshape") if op.attrs["dim"] == 0 else None
-    source = before.values[0] if before else None
-    if source and [*map(plain, source.type.shape)] == [*map(plain, x.type.shape)]:
-        return source
+    if before and [*map(plain, before.values[0].type.shape)] == [*map(plain, x.type.shape)]:
+        return before.values[0]
     return _widened(fd, x)
 
 
 def _widened(fd: FusionDefinition, v: Any) -> Value | None:
     """The narrower floats of which a value is the exact widening."""
     before = fd.producer(v, "cast")
-    source = before.values[0] if before else None
-    return (
-        source
-        if source
-        and source.type.dtype in FLOATS
-        and v.type.dtype in _EXACT_IN.get(source.type.dtype, ())
-        else None
-    )
+    dtype = before.values[0].type.dtype if before else ""
+    narrower = dtype in FLOATS and v.type.dtype in _EXACT_IN.get(dtype, ())
+    return before.values[0] if before and narrower else None
 
 
 PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")

@@ -757,17 +757,20 @@ def test_a_source_that_does_not_compile():
 
 
 def test_rows_that_are_cast_from_eight_bits():
-    """In the kernel of the product, as in one of their own."""
+    """In the kernel of the product, as in one of their own; a tensor of one element too."""
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 256], dtype="f8e4m3")
     w = fd.define_tensor(shape=[4, 128, 256], dtype="bf16")
     ends = fd.groups_of(fd.define_tensor(shape=[4], dtype="i32"), x.type.shape[0])
     rows = fd.ops.neg(fd.ops.cast(fd.partition_by(x, ends), dtype="bf16"))
     fd.add_output(fd.ops.relu(fd.ops.grouped_mm(rows, w, ends)))
-    alone = FusionDefinition()
-    x = alone.define_tensor(shape=[-1, 256], dtype="f8e4m3")
-    alone.add_output(alone.ops.cast(x, dtype="f32"))
-    for fusion in (fd.fusion(), alone.fusion()):
+    fusions = [fd.fusion()]
+    for shape in ([-1, 256], []):
+        alone = FusionDefinition()
+        x = alone.define_tensor(shape=shape, dtype="f8e4m3")
+        alone.add_output(alone.ops.cast(x, dtype="f32"))
+        fusions.append(alone.fusion())
+    for fusion in fusions:
         (kernel,) = emitted(fusion)
         for tokens in (8, 700):
             build_all(launches(kernel.launch.source, tokens), H200)

@@ -23,6 +23,7 @@ from fusion_moe.passes import (
 )
 
 CPU = TARGETS["cpu"]
+ENDS = torch.tensor([2, 5], dtype=torch.int32)
 
 
 @examples(2)
@@ -115,9 +116,24 @@ def test_canonicalize(golden):
     golden(f"{fusion}\n\n{after}")
     inputs = [
         torch.randn(5, 4).bfloat16(),
-        torch.tensor([2, 5], dtype=torch.int32),
+        ENDS,
         torch.randn(2, 8, 4).bfloat16(),
     ]
+    assert_same_bits(evaluate(after, *inputs), evaluate(fusion, *inputs))
+
+
+def test_masks_stay_what_is_gathered_and_multiplied():
+    """A mask has no truth value; as numbers it is no exact widening either."""
+    fd = FusionDefinition()
+    inputs = [torch.randn(5, 4), torch.tensor([3, 1]), ENDS, torch.randn(2, 8, 4)]
+    x, index, offs, w = map(fd.from_pytorch, inputs)
+    mask = fd.ops.lt(x, 0.0)
+    numbers, ends = fd.ops.cast(mask, dtype="f32"), fd.groups_of(offs, 5)
+    for v in (fd.ops.reshape(mask, new_shape=(5, 4)), numbers):
+        fd.add_output(fd.ops.index_select(v, index, dim=0))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(numbers, ends), w, ends))
+    fusion = fd.fusion()
+    after = canonicalize(fusion, CPU)
     assert_same_bits(evaluate(after, *inputs), evaluate(fusion, *inputs))
 
 

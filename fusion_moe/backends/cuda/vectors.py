@@ -39,8 +39,7 @@ class VectorElements(SafeElements):
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if (
-            not at
-            or v.type.layout != "linear"
+            v.type.layout != "linear"
             or v.type.dtype not in ("f32", "bf16", "f16")
             or not self._in_vectors(v, at)
         ):
@@ -65,7 +64,7 @@ class VectorElements(SafeElements):
         return Expression(f"{eight}.at[v]", frozenset([*eight.reads, _J.name]))
 
     def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
-        width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
+        width, below = plain(v.type.shape[-1]) if at else None, self._below.get(_J.name, 1)
         return (
             isinstance(width, int)
             and width % VECTOR == below % VECTOR == 0
