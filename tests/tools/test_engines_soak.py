@@ -80,3 +80,15 @@ def test_a_soak_counts_what_is_wrong(server: ModuleType, monkeypatch: pytest.Mon
         "failed: ConnectionResetError('gone')",
     }
     assert kept[-1] == found
+
+
+def test_a_soak_that_is_ended(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clients end, whatever time they were given."""
+    monkeypatch.setattr(server, "_SHOW_S", 0)
+    monkeypatch.setattr(server.time, "sleep", lambda _: None)
+
+    def end(found: dict[str, Any]) -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        server.soak(Wrong(), 2, 1e9, end, prompts=3, longest=5)

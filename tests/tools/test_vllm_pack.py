@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -111,6 +112,8 @@ def test_pieces_join(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
     )
     command = ["pack.py", "pack", str(tmp_path), "vllm", "--installed", str(tmp_path / "installed")]
     monkeypatch.setattr("sys.argv", [*command, "--libraries", "_C_stable_libtorch"])
+    engine = replace(pack.ENGINES["vllm"], appended={"vllm/data.json": " and more"})
+    monkeypatch.setitem(pack.ENGINES, "vllm", engine)
     pack.main()
     (piece,) = (tmp_path / "pieces").iterdir()
     data = piece.read_bytes()
@@ -127,7 +130,7 @@ def test_pieces_join(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
         "vllm/data.json",
         "vllm/vllm_flash_attn/_vllm_fa3_C.py",
     ]
-    assert (site / "vllm/data.json").read_text() == "vllm"
+    assert (site / "vllm/data.json").read_text() == "vllm and more"
     (plugins,) = site.glob("fusion_moe-*.dist-info/entry_points.txt")
     assert "vllm.general_plugins" in plugins.read_text()
     (tmp_path / "pieces" / "site.1of2").unlink()

@@ -42,6 +42,7 @@ _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31,
 _PLATFORMS += [f"manylinux{n}_x86_64" for n in (1, 2010, 2014)]
 _ENTRY = struct.Struct("<HHIQ")  # of a fat binary: kind, version, size of header, size
 _PTX, _ELF = 1, 2
+PIECE_MB = 50
 
 
 def pack(folder: Path, asked: argparse.Namespace) -> None:
@@ -73,6 +74,7 @@ def pack(folder: Path, asked: argparse.Namespace) -> None:
                         keeps = partial(_attends, asked.head) if FLASH in name else bool
                         data, kept = trimmed(data, asked.arch, keeps)
                         print(f"{name}: {kept / 1e6:.1f} MB of machine code for {asked.arch}")
+                    data += engine.appended.get(name, "").encode()
                     add(name, data)
                     sizes[wheel.name] = sizes.get(wheel.name, 0) + len(data)
         for name, text in engine.made.items():
@@ -215,7 +217,7 @@ def split(archive: Path, folder: Path, size: int) -> None:
     folder.mkdir(exist_ok=True)
     for old in folder.glob(f"{archive.stem}.*of*"):
         old.unlink()
-    codec = pyarrow.Codec("zstd", compression_level=19)
+    codec = pyarrow.Codec("zstd", compression_level=9)
     data = codec.compress(archive.read_bytes(), asbytes=True)
     length = struct.pack("<Q", archive.stat().st_size)
     data, parts = length + data, -(-(len(data) + 8) // size)
@@ -253,7 +255,7 @@ def main() -> None:
     packing.add_argument("--python", default="3.12")
     packing.add_argument("--arch", type=int, default=90, help="90: compute capability 9.0")
     packing.add_argument("--head", type=int, default=128, help="elements of an attention head")
-    packing.add_argument("--mb", type=int, default=50, help="of a piece")
+    packing.add_argument("--mb", type=int, default=PIECE_MB, help="of a piece")
     asked = parser.parse_args()
     if asked.command == "pack":
         pack(asked.folder, asked)

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -63,12 +64,17 @@ class Server:
         self.malformed = _MALFORMED if engine == "sglang" else _MALFORMED + _NO_IDS
         command = [sys.executable, "-m", *SERVERS[engine], str(model), "--port", str(port)]
         command += options
+        socket.create_server(("127.0.0.1", port)).close()  # OSError: another server has it
         self.log = tempfile.NamedTemporaryFile(suffix=".log", delete=False)  # noqa: SIM115
         begun = time.perf_counter()
         self.process = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
         self.start_s = time.perf_counter() - begun
 
     def _wait(self) -> None:
@@ -83,7 +89,8 @@ class Server:
 
     def kill(self) -> None:
         """As kill -9 of all its processes."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def memory_mib(self) -> tuple[int, int]:
@@ -252,8 +259,11 @@ def soak(
 
     with ThreadPoolExecutor(clients) as pool:
         running = [pool.submit(client, seed) for seed in range(clients)]
-        while wait(running, timeout=_SHOW_S).not_done:
-            keep(so_far())
+        try:
+            while wait(running, timeout=_SHOW_S).not_done:
+                keep(so_far())
+        finally:
+            until = 0.0  # clients end, also if this process shall
     spread = statistics.quantiles(far or [0.0], n=1000, method="inclusive")
     again = sum(server.greedy(p) == answer for p, answer in zip(asked, alone, strict=True))
     found = so_far() | {"single again": again, "apart": spread}

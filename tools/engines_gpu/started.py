@@ -1,12 +1,19 @@
 """Starts an engine and a server of it from the pieces of pack.py and the packages of this Python
 alone, on small models: a file that does not travel is found here, not on the GPU machine.
 
-    BARE/bin/python tools/engines_gpu/started.py sglang PIECES SITE --pretend   # without a GPU
-    python tools/engines_gpu/started.py sglang PIECES SITE                      # there
+    BARE/bin/python tools/engines_gpu/started.py sglang PIECES SITE --pretend --keep
+    python tools/engines_gpu/started.py sglang PIECES SITE
+    python tools/engines_gpu/started.py sglang PIECES SITE --run server.py sglang SITE/models/nvfp4
+        60 --clients 64 --out FILE.json --options --quantization fusion_moe
+        --attention-backend triton --sampling-backend pytorch --grammar-backend none
 
-BARE has what the GPU machine has: its Python, torch, torchvision and transformers. SITE is written
-anew; its folder `caches` gets what is compiled. Prints a line for each start, and the end of the
-log of one that failed, with exit status 1.
+The first line is for a machine without a GPU. BARE has what the GPU machine has: its Python, torch,
+torchvision and transformers. --keep adds pieces of what was compiled, which else takes minutes.
+Then calls of the GPU machine bring the pieces, one each if they may not be larger; the next is the
+second line, whose models have all experts and more layers; the last one the third, with clients.
+
+SITE is written unless it is there; its folder `caches` has what is compiled. Prints a line for each
+start, and the end of the log of one that failed, with exit status 1.
 """
 
 from __future__ import annotations
@@ -14,11 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
@@ -29,22 +38,24 @@ import pack
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
-# small ones: the host's memory is the pretended GPU's
-MODELS = {"nvfp4": {"num_experts": 16}, "mxfp4": {"num_local_experts": 8}}
-_SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-_SERVER += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.5"]
-_SERVER += ["--quantization", "fusion_moe", "--cuda-graph-max-bs-decode", "2"]
-_SERVER += ["--cuda-graph-max-bs-prefill", "16", "--grammar-backend", "none"]
-_ENGINE = {
+# models of a pretended GPU, whose memory is the host's; whole ones have the sizes of their names
+SMALL = {
+    "nvfp4": {"layers": 2, "vocab_size": 4096, "num_experts": 16},
+    "mxfp4": {"layers": 2, "vocab_size": 4096, "num_local_experts": 8},
+}
+WHOLE = {name: {"layers": 8} for name in SMALL}
+# what needs no package that does not travel
+OPTIONS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "max_total_tokens": 4096,
-    "context_length": 512,
     "mem_fraction_static": 0.5,
     "cuda_graph_max_bs_decode": 2,
     "cuda_graph_max_bs_prefill": 16,
 }
+# of the machine alone, or made again in no time
+_NOT_KEPT = re.compile(r"/pretended_gpu|/triton/.*\.so$|\.(lock|tmp)$")
 
 
 def environment(site: Path) -> dict[str, str]:
@@ -53,6 +64,8 @@ def environment(site: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
         "PYTHONPATH": f"{site}:{ROOT}:{ROOT / 'translators'}",
         "PYTHONNOUSERSITE": "1",
+        # ninja is beside this Python
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         # where nvcc and libcudart are that compile SGLang's modules
@@ -66,15 +79,25 @@ def environment(site: Path) -> dict[str, str]:
     }
 
 
-def starts(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Names and programs, of which each makes an engine that answers."""
+def starts(folder: Path, sizes: dict[str, dict[str, int]]) -> Iterator[tuple[str, list[str]]]:
+    """Names and programs, of which each makes an engine that answers; sizes: of models."""
     engine = str(ROOT / "tests" / "integrations" / "sglang" / "engine.py")
-    for name, sizes in MODELS.items():
-        made = models.make(folder, name, 2, vocab_size=4096, **sizes)
-        yield f"engine, {name}", [engine, str(made), json.dumps(PROMPTS), json.dumps(_ENGINE)]
+    options = json.dumps(OPTIONS | {"context_length": 512})
+    for name, of in sizes.items():
+        made = models.make(folder, name, **of)
+        yield f"engine-{name}", [engine, str(made), json.dumps(PROMPTS), options]
     soak = [str(HERE / "server.py"), "sglang", str(folder / "nvfp4"), "5", "--clients", "2"]
     soak += ["--prompts", "2", "--longest", "20", "--out", str(folder / "server.json")]
-    yield "server", [*soak, "--options", *_SERVER]
+    flags = (("--" + name.replace("_", "-"), str(value)) for name, value in OPTIONS.items())
+    yield "server", [*soak, "--options", "--quantization", "fusion_moe", *chain(*flags)]
+
+
+def keep(caches: Path, pieces: Path) -> None:
+    """Adds pieces of what was compiled, for machines with the same GPU and versions."""
+    archive = pieces.parent / "caches.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(caches, "caches", filter=lambda of: None if _NOT_KEPT.search(of.name) else of)
+    pack.split(archive, pieces, pack.PIECE_MB * 10**6)
 
 
 def main() -> None:
@@ -83,13 +106,19 @@ def main() -> None:
     parser.add_argument("pieces", type=Path)
     parser.add_argument("site", type=Path)
     parser.add_argument("--pretend", action="store_true", help="a GPU that is not there")
+    parser.add_argument("--keep", action="store_true", help="add what was compiled to the pieces")
+    parser.add_argument("--run", nargs=argparse.REMAINDER, help="this tool in place of all starts")
     asked = parser.parse_args()
-    shutil.rmtree(asked.site, ignore_errors=True)
-    pack.unpack(asked.pieces, asked.site)
+    if not (asked.site / asked.engine).exists():
+        pack.unpack(asked.pieces, asked.site)
     pretended = [str(ROOT / "tools" / "pretended_gpu"), "9.0"] if asked.pretend else []
+    if asked.run:
+        tool, *rest = asked.run
+        command = [sys.executable, *pretended, str(HERE / tool), *rest]
+        os.execve(sys.executable, command, environment(asked.site))
     failed = False
-    for name, program in starts(asked.site / "models"):
-        begun, log = time.monotonic(), asked.site / f"{name.replace(', ', '-')}.log"
+    for name, program in starts(asked.site / "models", SMALL if asked.pretend else WHOLE):
+        begun, log = time.monotonic(), asked.site / f"{name}.log"
         with log.open("w") as out:
             code = subprocess.run(
                 [sys.executable, *pretended, *program],
@@ -101,6 +130,8 @@ def main() -> None:
         if code:
             failed = True
             print(log.read_text(errors="replace")[-3000:], flush=True)
+    if asked.keep:
+        keep(asked.site / "caches", asked.pieces)
     sys.exit(failed)
 
 

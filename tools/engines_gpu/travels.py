@@ -16,6 +16,15 @@ _DROPPED = (
     *("*/__pycache__/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*/licenses/*"),
     *("mistral_common/data/*", "pycountry/locales/*"),
 )
+# SGLang's key of a compiled module has the machine's compilers and headers; its name says the rest
+_COMPILED = """
+def compute_build_key(spec, *, build_file):
+    return "travelled"
+
+
+def find_prebuilt(*, scope, module_name):
+    return next(scope.glob(f"deps-*/{module_name}.so"), None)
+"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Engine:
     name. dropped: patterns of files. own: its libraries, of which `libraries` are taken, without
     machine code for other GPUs. older: files taken of another version, since the machine's torch
     loads no newer. made: files with this content, unless the library of that name is taken.
+    appended: what is added to the end of files.
     """
 
     unneeded: set[str]
@@ -33,6 +43,7 @@ class Engine:
     more: tuple[str, ...] = ()
     older: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
+    appended: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
@@ -89,5 +100,6 @@ ENGINES = {
             "IPython/display.py": "HTML = display = None\n",
             "zstandard.py": "",
         },
+        appended={"sglang/kernels/jit/utils/compile/cache.py": _COMPILED},
     ),
 }
