@@ -60,6 +60,7 @@ _NOT_KEPT = re.compile(r"/pretended_gpu|/triton/.*\.so$|\.(lock|tmp)$")
 
 def environment(site: Path) -> dict[str, str]:
     """Of a process that imports from site, this tree and its Python alone."""
+    site = site.resolve()
     caches = site / "caches"
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
         "PYTHONPATH": f"{site}:{ROOT}:{ROOT / 'translators'}",
