@@ -196,15 +196,25 @@ def test_blocks_that_need_more(page, have, tmp_path, request):
 @pytest.mark.once
 @pytest.mark.parametrize("page", ["checkpoints.md", "guides/distributed.md"])
 def test_blocks_that_need_a_checkpoint(page, tmp_path):
-    """With a small model under each name. Pages call one of the reader's own `directory`."""
-    floats, own = tmp_path / "Qwen3-30B-A3B", tmp_path / "own"
+    """With a small model under each name; `tiny-nvfp4` is made by the README."""
+    floats = tmp_path / "Qwen3-30B-A3B"
     qwen3_moe(num_experts=4, hidden_size=64, moe_intermediate_size=32).save_pretrained(floats)
-    quantize(floats, own)
+    quantize(floats, tmp_path / "tiny-nvfp4")
     for name in "DeepSeek-V4", "gpt-oss-20b":
         quantize(floats, tmp_path / name, to="mxfp4")
-    names = f"import builtins; builtins.directory = {str(own)!r}"
-    out = printed([page], {"checkpoint"}, tmp_path, names=names)[page]
+    out = printed([page], {"checkpoint"}, tmp_path)[page]
     check(page, {"checkpoint"}, out, update=False)
+
+
+@pytest.mark.exhaustive
+def test_the_block_of_trl(tmp_path):
+    """On the CPU; what is printed has times."""
+    pytest.importorskip("trl")
+    quantize(DOCS.parent / "examples" / "tiny_qwen3_moe", tmp_path / "tiny-nvfp4")
+    assert (
+        "'train_loss'"
+        in printed(["guides/finetune.md"], {"checkpoint"}, tmp_path)["guides/finetune.md"]
+    )
 
 
 def test_every_page_with_python_is_run():
