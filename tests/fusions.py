@@ -183,6 +183,12 @@ RULES_OF_E2M1 = [
 ]
 
 
+# of matrices, for rules that choose those of blocks
+ODD_SCALES = torch.tensor(
+    [1e-3, 1e-38, 1e-42, 0.0, -0.0, 1e-3, torch.nan, -1.0, 3e38, 2.0**-149, torch.inf]
+)
+
+
 def weights_to_round(matrices: int, n: int, k: int) -> Tensor:
     """f32 [matrices, N, K], seven matrices at least: of usual sizes, all sizes, near zero, ties of
     codes, zeros, usual ones; NaN in the last but one.

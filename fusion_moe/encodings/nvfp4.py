@@ -33,7 +33,9 @@ _BLOCK_MAX = 448.0  # of e4m3
 
 
 def _block_scale(amax: Tensor, decode: Tensor | float) -> Tensor:
-    return torch.where(amax == 0, 1.0, amax / (E2M1.maximum * decode))
+    wanted = amax / (E2M1.maximum * decode)
+    # the NaN of inf / inf has a sign on x86
+    return torch.where(amax == 0, 1.0, torch.where(wanted.isnan(), torch.nan, wanted))
 
 
 def _decode_scale(amax: Tensor, outer: Tensor | float) -> Tensor:

@@ -5,8 +5,8 @@
     mse            that one, or one of its neighbours, as the encoding's file says
 
 A search takes the candidate whose codes have the least squared error, the first of equal ones; that
-of "max" is the first. Its arithmetic is elementwise in float32, sums of squares too: CPUs and GPUs
-choose the same scales. Source of "four_over_six": Cook et al., "Four Over Six", where however the
+of "max" is the first, and the choice where all errors are infinite or NaN. Its arithmetic is
+elementwise in float32, sums of squares too: CPUs and GPUs choose the same scales. Source of "four_over_six": Cook et al., "Four Over Six", where however the
 scale of a matrix is amax / 1536.
 """
 
@@ -124,17 +124,18 @@ def _least_errors(element: Element, x: Tensor, scales: Tensor, outers: Tensor) -
     """`BlockKernels.least_errors`, in plain torch."""
     columns = x.float().T.contiguous()
     which = torch.zeros(len(x), dtype=torch.uint8, device=x.device)
-    least = _squared_error(columns, outers * scales[0].float(), element)
-    for i, scale in enumerate(scales[1:], 1):
+    least = torch.full_like(columns[0], torch.inf)
+    for i, scale in enumerate(scales):
         error = _squared_error(columns, outers * scale.float(), element)
         which.masked_fill_(error < least, i)
-        least = torch.minimum(error, least)
+        least = torch.fmin(error, least)
     return which
 
 
 def _squared_error(x: Tensor, step: Tensor, element: Element) -> Tensor:
     assert element.nearest, "of encodings that say other scales"
-    squares = element.nearest(x / step).mul_(step).sub_(x).square_()
+    over = step.masked_fill(step == 0, 1.0)  # avoids 0 / 0; every code stands for 0 then
+    squares = element.nearest(x / over).mul_(step).sub_(x).square_()
     while len(squares) > 1:  # in an order that does not depend on the device
         squares = squares[0::2] + squares[1::2]
     return squares[0]

@@ -8,7 +8,7 @@ import ctypes
 
 import pytest
 import torch
-from fusions import RULES_OF_E2M1, assert_same_bits, weights_to_round
+from fusions import ODD_SCALES, RULES_OF_E2M1, assert_same_bits, weights_to_round
 from on_cpu import copy, library, pointer
 from test_cuda_source import needs_nvdisasm, sass, spills
 
@@ -80,7 +80,7 @@ extern "C" void by_matrix(const float* x, float* scales, i64 matrices, u8* codes
 @pytest.mark.parametrize(("encoding", "rule"), RULES_OF_E2M1, ids=str)
 @pytest.mark.parametrize("number", ["float", "bf16"])
 def test_codes_and_scales_are_those_of_the_encoding(encoding, rule, layout, n, k, number, tmp_path):
-    x, encoding = weights_to_round(8, n, k), find(encoding)
+    x, encoding = weights_to_round(len(ODD_SCALES), n, k), find(encoding)
     if number == "bf16":
         x = x.bfloat16().float()
     copy(tmp_path, KERNELS / "e2m1_copies.cuh")
@@ -96,7 +96,8 @@ def test_codes_and_scales_are_those_of_the_encoding(encoding, rule, layout, n, k
     if encoding is NVFP4:
         call.by_matrix(pointer(x), pointer(scales), ctypes.c_int64(len(x)), *map(pointer, own))
         assert_same_bits([*own, scales], list(LAYOUTS[layout].pack(*want, encoding=encoding)))
-    for given in (scales, torch.linspace(0.0, 1e-3, len(x)), 2.0 ** torch.arange(-110.0, 2, 14)):
+    usual = torch.linspace(0.0, 1e-3, len(x)), torch.linspace(-110.0, 1, len(x)).round().exp2()
+    for given in (scales, *usual, ODD_SCALES, ODD_SCALES.flip(0)):
         if given is not scales and encoding is NVFP4:
             x[-1, 5, 5], x[0] = torch.inf, 0.0
             want = quantize(x, encoding, given, rule)

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 from bad_calls import messages
+from cover import examples
+from fusions import ODD_SCALES, assert_same_bits, weights_to_round
+from hypothesis import given, strategies as st
 
+from fusion_moe import options
+from fusion_moe.backends.cpu.blocks import CPUBlockKernels
 from fusion_moe.encodings import (
     FP8,
     INT4,
@@ -23,6 +28,7 @@ from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.encodings.e2m1 import E2M1
 from fusion_moe.errors import NonFiniteError
 from fusion_moe.nn.frozen.base import _program
+from fusion_moe.runtime import isa
 
 OFFSETS = {"mse": (0, *range(-5, 0), *range(1, 7))}
 RULES = [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
@@ -108,6 +114,71 @@ def test_kernels_have_the_bits_of_plain_torch(name, rule, dtype, monkeypatch):
     monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda x, element: None)
     want = quantize(x, encoding, scale, rule)
     assert all(map(same_bits, found, want))
+
+
+def any_blocks(n: int, block: int, draw: torch.Generator) -> torch.Tensor:
+    """f32 [n, block]: of all sizes, with zeros, subnormal, ties, one number, zeros, huge, usual."""
+    x = torch.randn(8, n // 8, block, generator=draw)
+    x[0] *= torch.randint(-149, 120, (n // 8, 1), generator=draw).float().exp2()
+    x[1] *= torch.rand(n // 8, block, generator=draw) < 0.4
+    x[2] *= 2.0**-140
+    x[3] = (x[3] * 8).round() / 4
+    x[4, :, 1:], x[5] = 0, 0
+    x[6] *= 2.0**125
+    return x.flatten(0, 1)
+
+
+@examples(10)
+@given(
+    st.sampled_from(["nvfp4", "mxfp4", "int4"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 2**32),
+)
+@pytest.mark.compiler
+def test_any_steps_have_one_winner(name, dtype, seed):
+    """Steps that have nothing to do with a block, 0 and infinity among them: plain torch and the
+    kernels of each ISA level take one of which float64 has no better one.
+    """
+    encoding, n, draw = find(name), 256, torch.Generator().manual_seed(seed)
+    scale, element = encoding.scales[0], encoding.element
+    x = any_blocks(n, scale.block, draw).to(dtype).nan_to_num()
+    least, largest = search._limits(scale)
+    kind = search._INTEGERS[scale.dtype.itemsize]
+    scales = torch.randint(least, largest + 1, (12, n), generator=draw).to(kind)
+    scales[torch.rand(12, n, generator=draw) < 0.1] = least
+    scales, outers = scales.view(scale.dtype), torch.ones(n)
+    if name != "int4":
+        outers[::2] = torch.randint(-149, 121, (n // 2,), generator=draw).float().exp2()
+        outers[::7] = 0
+    which = search._least_errors(element, x, scales, outers)
+    for level in isa.available():
+        with options.override(cpu_isa=level):
+            found = CPUBlockKernels.find(x, element).least_errors(x, scales, outers)
+        assert torch.equal(found, which), level
+    step = (scales.float() * outers)[..., None]
+    codes = element.encode(x.float() / step.masked_fill(step == 0, 1.0))
+    off = element.decode(codes.int()).double() * step.double() - x.double()
+    error = off.square().sum(-1).nan_to_num(torch.inf).clamp(max=1e38)  # float32 has no larger ones
+    rounding = (x.double().abs().amax(-1) * 2.0**-22).square() * scale.block + 2.0**-140
+    assert (error.gather(0, which.long()[None]) <= error.amin(0) * (1 + 1e-5) + rounding).all()
+
+
+@pytest.mark.parametrize(("encoding", "rule"), RULES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.compiler
+def test_odd_numbers_and_scales_have_one_result(encoding, rule, monkeypatch):
+    x, find = weights_to_round(len(ODD_SCALES), 16, 64), search.BLOCK_KERNELS["cpu"]
+    x[-1, 5, 5] = torch.inf
+    for given_scale in (ODD_SCALES, ODD_SCALES.flip(0)) if encoding == NVFP4 else (None,):
+        monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda *_: None)
+        want = quantize(x, encoding, given_scale, rule)
+        monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", find)
+        for level in isa.available():
+            with options.override(cpu_isa=level):
+                each = [
+                    quantize(m, encoding, None if given_scale is None else given_scale[i], rule)
+                    for i, m in enumerate(x)
+                ]
+            assert_same_bits([torch.stack(parts) for parts in zip(*each, strict=True)], [*want])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

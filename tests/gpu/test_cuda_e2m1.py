@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusions import RULES_OF_E2M1, assert_same_bits, weights_to_round
+from fusions import ODD_SCALES, RULES_OF_E2M1, assert_same_bits, weights_to_round
 
 from fusion_moe.compile import program_of
 from fusion_moe.encodings import MXFP4, NVFP4, find, quantize
@@ -21,12 +21,11 @@ pytestmark = pytest.mark.gpu
 )
 @pytest.mark.parametrize(("encoding", "rule"), RULES_OF_E2M1, ids=str)
 def test_codes_and_scales_are_those_of_the_encoding(encoding, rule, layout, n, k, dtype):
-    x, encoding = weights_to_round(9, n, k).to(dtype).cuda(), find(encoding)
+    x, encoding = weights_to_round(len(ODD_SCALES), n, k).to(dtype).cuda(), find(encoding)
     x[-1, 5, 5] = torch.inf
     chosen = [None]
     if encoding is NVFP4:
-        odd = [1e-3, 1e-38, 1e-42, 0.0, -0.0, 1e-3, torch.nan, -1.0, torch.inf]
-        chosen += [torch.tensor(odd).cuda(), torch.tensor(odd[::-1]).cuda()]
+        chosen += [ODD_SCALES.cuda(), ODD_SCALES.flip(0).cuda()]
     for scale in chosen:
         source = _program(n, k, dtype, encoding.name, layout, scale is not None, rule)
         assert [kernel.why for kernel in program_of(source, x.device).kernels] == [""]

@@ -1,7 +1,7 @@
 // Blocks of numbers and their scales: which of several scales rounds a block with the least squared
 // error, and the codes of blocks. encodings/search.py says what is computed; this has the same
-// bits: every operation is one of float32, LANES blocks lie side by side, and squares are summed in
-// pairs.
+// bits: every operation is one of float32, ABREAST blocks lie side by side, and squares are summed
+// in pairs.
 
 #include "numbers.h"
 
@@ -9,16 +9,16 @@ namespace {
 
 // Blocks side by side: those of a register. GCC compares longer vectors one element at a time.
 #if defined(__AVX512F__)
-constexpr int LANES = 16;
+constexpr int ABREAST = 16;
 #elif defined(__AVX2__)
-constexpr int LANES = 8;
+constexpr int ABREAST = 8;
 #else
-constexpr int LANES = 4;
+constexpr int ABREAST = 4;
 #endif
 constexpr int MOST = 128;  // elements of a block
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t UInts __attribute__((vector_size(4 * LANES)));
+typedef float Lanes __attribute__((vector_size(4 * ABREAST)));
+typedef int32_t Ints __attribute__((vector_size(4 * ABREAST)));
+typedef uint32_t UInts __attribute__((vector_size(4 * ABREAST)));
 
 // The numbers of an element type that rise: x stands for the last one whose bound is below it.
 struct Numbers {
@@ -35,16 +35,16 @@ inline float number(const void* x, int dtype, i64 i) {
     return dtype == BFLOAT16 ? widen(bf16{bits}) : widen(f16{bits});
 }
 
-// LANES numbers from i on; those of e4m3 are neither negative nor NaN.
+// ABREAST numbers from i on; those of e4m3 are neither negative nor NaN.
 inline Lanes some(const void* x, int dtype, i64 i) {
     if (dtype == FLOAT8_E4M3) {
-        u8 __attribute__((vector_size(LANES))) bytes;
-        std::memcpy(&bytes, static_cast<const u8*>(x) + i, LANES);
+        u8 __attribute__((vector_size(ABREAST))) bytes;
+        std::memcpy(&bytes, static_cast<const u8*>(x) + i, ABREAST);
         const Ints all = __builtin_convertvector(bytes, Ints), bits = all << 20;
         return all < 8 ? Lanes(bits + (121 << 23)) - 0x1p-6f : Lanes(bits + (120 << 23));
     }
     Lanes y;
-    for (int l = 0; l < LANES; l++) y[l] = number(x, dtype, i + l);
+    for (int l = 0; l < ABREAST; l++) y[l] = number(x, dtype, i + l);
     return y;
 }
 
@@ -52,12 +52,12 @@ struct Blocks {
     const void* x;  // [n, block]
     int dtype;      // up to FLOAT16
     int block;
-    i64 n;  // at least LANES
+    i64 n;  // at least ABREAST
 
-    // LANES blocks side by side; returns the first one. The last are those before the end.
+    // ABREAST blocks side by side; returns the first one. The last are those before the end.
     i64 load(i64 i, Lanes* lanes) const {
-        const i64 first = i + LANES <= n ? i : n - LANES;
-        for (int l = 0; l < LANES; l++)
+        const i64 first = i + ABREAST <= n ? i : n - ABREAST;
+        for (int l = 0; l < ABREAST; l++)
             for (int k = 0; k < block; k++) lanes[k][l] = number(x, dtype, (first + l) * block + k);
         return first;
     }
@@ -118,15 +118,15 @@ void search(const Numbers& of, const Blocks& blocks, const void* scales, int dty
     for (int k = 0; k < blocks.block; k++) x[k] = Lanes(Ints(x[k]) & kept);
     const Lanes outer = Lanes(Ints(some(outers, FLOAT32, first)) & kept);
     Ints winner{};
-    Lanes least{};
+    Lanes least = Lanes{} + __builtin_inff();
     for (int t = 0; t < tried; t++) {
         const Lanes step = some(scales, dtype, t * blocks.n + first) * outer;
         const Lanes made = error_of<COUNT>(of, x, blocks.block, step);
-        const Ints better = t ? made < least : Ints{} - 1;
+        const Ints better = made < least;
         winner = better ? Ints{} + t : winner;
         least = better ? made : least;
     }
-    for (i64 l = i - first; l < LANES; l++) best[first + l] = uint8_t(winner[l]);
+    for (i64 l = i - first; l < ABREAST; l++) best[first + l] = uint8_t(winner[l]);
 }
 
 template <int COUNT>
@@ -136,7 +136,7 @@ void encode(const Numbers& of, const Blocks& blocks, const float* units, uint8_t
     const Lanes unit = some(units, FLOAT32, first);
     for (int k = 0; k < blocks.block; k += 2) {
         const Ints pair = code<COUNT>(of, x[k] / unit) | code<COUNT>(of, x[k + 1] / unit) << 4;
-        for (i64 l = i - first; l < LANES; l++)
+        for (i64 l = i - first; l < ABREAST; l++)
             codes[((first + l) * blocks.block + k) / 2] = uint8_t(pair[l]);
     }
 }
@@ -149,7 +149,7 @@ void amax(const Blocks& blocks, float* largest, i64 i) {
         const Lanes size = magnitude(x[k]);
         y = (size > y) | (size != size) ? size : y;  // NaN stays
     }
-    for (i64 l = i - first; l < LANES; l++) largest[first + l] = y[l];
+    for (i64 l = i - first; l < ABREAST; l++) largest[first + l] = y[l];
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ void amax(const Blocks& blocks, float* largest, i64 i) {
 extern "C" void largest(const void* x, int dtype, i64 n, int block, float* of_blocks, int threads) {
     const Blocks blocks{x, dtype, block, n};
 #pragma omp parallel for num_threads(threads)
-    for (i64 i = 0; i < n; i += LANES) amax(blocks, of_blocks, i);
+    for (i64 i = 0; i < n; i += ABREAST) amax(blocks, of_blocks, i);
 }
 
 // x [n, block], scales [tried, n], outers f32 [n] -> best u8 [n]: the first of the steps
@@ -168,7 +168,7 @@ extern "C" void least_errors(const void* x, int dtype, i64 n, int block, const N
                              uint8_t* best, int threads) {
     const Blocks blocks{x, dtype, block, n};
 #pragma omp parallel for num_threads(threads)
-    for (i64 i = 0; i < n; i += LANES)
+    for (i64 i = 0; i < n; i += ABREAST)
         (of->count == 8 ? search<8> : search<16>)(*of, blocks, scales, of_scales, outers, tried,
                                                   best, i);
 }
@@ -178,6 +178,6 @@ extern "C" void encode_blocks(const void* x, int dtype, i64 n, int block, const 
                               const float* units, uint8_t* codes, int threads) {
     const Blocks blocks{x, dtype, block, n};
 #pragma omp parallel for num_threads(threads)
-    for (i64 i = 0; i < n; i += LANES)
+    for (i64 i = 0; i < n; i += ABREAST)
         (of->count == 8 ? encode<8> : encode<16>)(*of, blocks, units, codes, i);
 }

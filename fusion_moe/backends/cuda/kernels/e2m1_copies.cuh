@@ -153,7 +153,7 @@ struct Searched : Usual {
     template <class Numbers>
     __device__ __forceinline__ Searched(u32 most, float of_matrix, const Numbers& x)
         : Usual(most, of_matrix, x) {
-        float sizes[16], least = 0.f;
+        float sizes[16], least = INFINITY;
 #pragma unroll
         for (int v = 0; v < 16; ++v) sizes[v] = fabsf(x[v / 8].number(v % 8));
         const float largest = __uint_as_float(most);
@@ -176,7 +176,7 @@ struct Searched : Usual {
                     squared_error(sizes, step, [=](float size) { return __fdiv_rn(size, step); });
             }
             if (Usual::BLOCK == 32) error += __shfl_xor_sync(WHOLE_WARP, error, 1);
-            if (d >= FIRST && !(error < least)) continue;
+            if (!(error < least)) continue;
             least = error, this->stored = tried;
             if (most != 0) this->unit = signed_step;
         }
