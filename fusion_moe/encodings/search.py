@@ -5,9 +5,9 @@
     mse            that one, or one of its neighbours, as the encoding's file says
 
 A search takes the candidate whose codes have the least squared error, the first of equal ones; that
-of "max" is the first, and the choice where all errors are infinite or NaN. Its arithmetic is
-elementwise in float32, sums of squares too: CPUs and GPUs choose the same scales. Source of "four_over_six": Cook et al., "Four Over Six", where however the
-scale of a matrix is amax / 1536.
+of "max" is the first, and the choice where no error is finite. Its arithmetic is elementwise in
+float32, sums of squares too: CPUs and GPUs choose the same scales. Source of "four_over_six": Cook
+et al., "Four Over Six", where however the scale of a matrix is amax / 1536.
 """
 
 from __future__ import annotations
