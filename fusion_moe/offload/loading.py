@@ -28,7 +28,7 @@ def offloaded(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """What `load(**kwargs)` returns, on the CPU, then `offload_`. Whether it fits is checked
-    before, by the headers of a local directory in few bits; None for any other.
+    before, by the headers of a directory in few bits; None for any other.
 
     None for a model that cannot be offloaded, if only `max_memory` asked for it: accelerate places
     that. UnsupportedError for a GPU where there is none.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -287,7 +288,7 @@ def test_errors_come_first(monkeypatch):
 
 
 @pytest.mark.parametrize("cpu", [{}, {"cpu": "1GB"}])
-def test_max_memory_alone_offloads(cpu, monkeypatch, want):
+def test_max_memory_alone_offloads(cpu, monkeypatch, want, tmp_path):
     """Of one GPU, whether or not it says how much of the host's memory there is: accelerate would
     place what has no room on a disk.
     """
@@ -301,6 +302,17 @@ def test_max_memory_alone_offloads(cpu, monkeypatch, want):
     model = from_pretrained(MADE / NAME, device_map="auto", max_memory=memory | cpu)
     assert len(stored(model)) == 1
     assert model(IDS).logits.equal(want)
+    # by a name on the Hub, whose files are in its cache
+    repo = tmp_path / "models--org--model"
+    shutil.copytree(MADE / NAME, repo / "snapshots" / ("0" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    hub = {"cache_dir": str(tmp_path), "local_files_only": True}
+    model = from_pretrained("org/model", device_map="auto", max_memory=memory | cpu, **hub)
+    assert len(stored(model)) == 1
+    assert model(IDS).logits.equal(want)
+    with pytest.raises(OptionError, match="from_pretrained: .*raise max_memory"):  # before it reads
+        from_pretrained("org/model", device_map="auto", max_memory={0: 1, "cpu": "1GB"}, **hub)
 
 
 def test_accelerate_places_what_is_not_offloaded(caplog):
@@ -308,7 +320,9 @@ def test_accelerate_places_what_is_not_offloaded(caplog):
     pytest.importorskip("accelerate")
     memory = {"cpu": "1GiB", "disk": "1GiB"}
     for name in ("bf16-qwen3_moe", NAME):
-        model = from_pretrained(MADE / name, device_map="auto", max_memory=memory)
+        with caplog.at_level("INFO", "fusion_moe"):
+            model = from_pretrained(MADE / name, device_map="auto", max_memory=memory)
+        assert f"{name}: accelerate places whole modules, no experts: max_memory" in caplog.text
         assert not any(isinstance(m, OffloadedExperts) for m in model.modules())
 
     def load(**kwargs: object) -> torch.nn.Module:

@@ -36,7 +36,7 @@ from ...checkpoints.directory import (
 )
 from ...checkpoints.gguf_models import FAMILIES
 from ...errors import CheckpointError, Error, OptionError, UnsupportedError, in_one_line
-from ...messages import CONFIG, GGUF, some
+from ...messages import CONFIG, GGUF, log, some
 from ...nn.config import config_of
 from ...options import during
 from .adapters import read_adapters_
@@ -145,8 +145,8 @@ def _loaded(
         from ...offload.loading import offloaded  # a large import, which others need not wait for
 
         load = partial(from_pretrained, directory, auto_class=auto_class)
-        encoded = not kwargs.get("quantization_config") and Path(directory or "").is_dir()
-        planned = _opened(directory, kwargs) if directory is not None and encoded else None
+        encoded = directory is not None and not kwargs.get("quantization_config")
+        planned = _files(directory, kwargs) if directory is not None and encoded else None
         placed = offloaded(load, planned, mesh, experts_device, kv_tokens, kwargs)
         if placed is not None:
             return placed
@@ -307,19 +307,42 @@ def _gguf(file: str | Path) -> Directory:
 
 
 def _may_offload(directory: str | Path | None, mesh: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether max_memory names a device beside the CPU, for modules that are placed by it, and
-    experts are in few bits.
+    """Whether max_memory names a GPU, for modules that are placed by it, and experts are in few
+    bits. If not, the log says why accelerate places them.
     """
     memory = kwargs.get("max_memory")
-    return (
-        kwargs.get("device_map") == "auto"
-        and isinstance(memory, Mapping)
-        and [isinstance(key, int) for key in memory if key != "cpu"] == [True]
-        and mesh is None
-        and directory is not None
-        and Path(directory).is_dir()
-        and bool(kwargs.get("quantization_config") or _opened(directory, kwargs).quantization)
-    )
+    if kwargs.get("device_map") != "auto" or not isinstance(memory, Mapping) or mesh is not None:
+        return False
+    if [isinstance(key, int) for key in memory if key != "cpu"] != [True]:
+        why = "max_memory is not of one GPU"
+    elif directory is None or (files := _files(directory, kwargs)) is None:
+        why = "neither a directory nor a name on the Hub of safetensors without variant"
+    elif not (kwargs.get("quantization_config") or files.quantization):
+        why = "experts are in floats"
+    else:
+        return True
+    log.info("%s: accelerate places whole modules, no experts: %s", directory, why)
+    return False
+
+
+def _files(directory: str | Path, kwargs: Mapping[str, Any]) -> Directory | None:
+    """A local directory, or that of a name on the Hub in its cache, where what is missing is
+    downloaded; None for others.
+    """
+    if _is_local(directory):
+        return None if Path(directory).is_file() else _opened(directory, kwargs)
+    if kwargs.get("variant") is not None:  # whose files have other names
+        return None
+    found = {name: value for name, value in _some_of(kwargs, _OF_HUB).items() if value is not None}
+    found.pop("force_download", None)  # which loading does
+
+    def cached(name: str) -> str | None:
+        return cached_file(directory, name, _raise_exceptions_for_missing_entries=False, **found)
+
+    index = cached(INDEX)
+    names = read_index(Path(index))["weight_map"].values() if index else ["model.safetensors"]
+    files = [cached(name) for name in (OLDER_CONFIG, CONFIG, *sorted({*names}))]
+    return open_once(Path(files[-1]).parent) if files[-1] else None
 
 
 def _opened(directory: str | Path, kwargs: Mapping[str, Any]) -> Directory:
@@ -333,16 +356,20 @@ def _opened(directory: str | Path, kwargs: Mapping[str, Any]) -> Directory:
     return open_once(path, files)
 
 
+def _is_local(directory: str | Path) -> bool:
+    """Whether it is no name on the Hub."""
+    return Path(directory).exists() or str(directory).startswith(("/", "./", "../"))
+
+
 def _check_json(directory: str | Path, kwargs: Mapping[str, Any]) -> None:
     """CheckpointError for a local directory without a configuration, and for files that
     transformers would read without end.
     """
     path = Path(directory, kwargs.get("subfolder") or "")
-    local = Path(directory).exists() or str(directory).startswith(("/", "./", "../"))
     for file in (path / CONFIG, path / "generation_config.json", path / INDEX):
         if os.path.lexists(file):
             read_json(file)
-        elif local and file.name == CONFIG and kwargs.get("config") is None:
+        elif _is_local(directory) and file.name == CONFIG and kwargs.get("config") is None:
             Directory.open(path)  # says what is there instead
 
 
@@ -477,7 +504,7 @@ def _in_place_of_files(
         )
 
 
-def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _some_of(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if name in kwargs}
 
 
