@@ -1,16 +1,19 @@
 """Starts an engine and a server of it from the pieces of pack.py and the packages of this Python
 alone, on small models: a file that does not travel is found here, not on the GPU machine.
 
-    BARE/bin/python tools/engines_gpu/started.py sglang PIECES SITE --pretend --keep
-    python tools/engines_gpu/started.py sglang PIECES SITE
-    python tools/engines_gpu/started.py sglang PIECES SITE --run server.py sglang SITE/models/nvfp4
+1   python tools/engines_gpu/pack.py pack FOLDER sglang==0.5.23 --installed FILE --mb 30
+2   BARE/bin/python tools/engines_gpu/started.py sglang FOLDER/pieces SITE --pretend --keep
+3   python tools/engines_gpu/started.py sglang PIECES SITE
+4   python tools/engines_gpu/started.py sglang PIECES SITE --run server.py sglang SITE/models/nvfp4
         60 --clients 64 --out FILE.json --options --quantization fusion_moe
         --attention-backend triton --sampling-backend pytorch --grammar-backend none
+        --cuda-graph-max-bs-decode 64 --cuda-graph-max-bs-prefill 512
 
-The first line is for a machine without a GPU. BARE has what the GPU machine has: its Python, torch,
+1 and 2 are for a machine without a GPU. BARE has what the GPU machine has: its Python, torch,
 torchvision and transformers. --keep adds pieces of what was compiled, which else takes minutes.
-Then calls of the GPU machine bring the pieces, one each if they may not be larger; the next is the
-second line, whose models have all experts and more layers; the last one the third, with clients.
+Then calls of the GPU machine bring the pieces, one each if they may not be larger; the next is 3,
+whose models have all experts and eight layers, the last one 4, with clients. Of vLLM there is --run
+alone, and on a GPU that is there: it asks NVML for one.
 
 SITE is written unless it is there; its folder `caches` has what is compiled. Prints a line for each
 start, and the end of the log of one that failed, with exit status 1.
@@ -103,13 +106,15 @@ def keep(caches: Path, pieces: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("engine", choices=["sglang"])
+    parser.add_argument("engine", choices=list(pack.ENGINES))
     parser.add_argument("pieces", type=Path)
     parser.add_argument("site", type=Path)
     parser.add_argument("--pretend", action="store_true", help="a GPU that is not there")
     parser.add_argument("--keep", action="store_true", help="add what was compiled to the pieces")
     parser.add_argument("--run", nargs=argparse.REMAINDER, help="this tool in place of all starts")
     asked = parser.parse_args()
+    if asked.engine != "sglang" and not asked.run:
+        parser.error(f"{asked.engine}: with --run alone")
     if not (asked.site / asked.engine).exists():
         pack.unpack(asked.pieces, asked.site)
     pretended = [str(ROOT / "tools" / "pretended_gpu"), "9.0"] if asked.pretend else []
