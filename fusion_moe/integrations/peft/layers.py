@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...lora.files.factors import a_from_peft, b_from_peft, to_peft
 from ...lora.merging import add_, write_
-from ...nn.frozen import PackedModule
+from ...nn.frozen import PackedModule, Weight
 
 # what rounding lost of what merging added, by the name of a weight
 losses: ContextVar[dict[str, Tensor] | None] = ContextVar("fusion_moe_losses", default=None)
@@ -26,7 +26,7 @@ class _OnCodes(layer.LoraLayer):
     """A layer whose base has an encoded weight, `encoded`: its numbers are never read as such."""
 
     encoded: str
-    _before: list[Tensor] | None = None  # the weight before it was merged into
+    _before: Weight | None = None  # the weight before it was merged into
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As PEFT's. UnsupportedError for initial values that come from the weight's numbers."""
@@ -71,7 +71,8 @@ class _OnCodes(layer.LoraLayer):
         if not names:
             return
         packed, where = self._packed, self.kwargs.get("target_name", "")
-        before = [part.clone() for part in packed.weight_of(self.encoded)]
+        parts = [part.clone() for part in packed.weight_of(self.encoded)]
+        before = Weight(parts, packed.forms[self.encoded])
         norms = add_(
             packed,
             {self.encoded: lambda e: torch.stack([self._delta(n, e) for n in names]).sum(0)},
@@ -84,9 +85,10 @@ class _OnCodes(layer.LoraLayer):
             lossy[f"{where} ({packed.encoding.name})"] = norms
 
     def unmerge(self) -> None:
-        """As PEFT's: puts back the bits that were there before."""
+        """As PEFT's: puts back the bits that were there before, in the layout of now."""
         if self._before is not None:
-            write_(self._packed, {self.encoded: self._before})
+            form = self._packed.forms[self.encoded]
+            write_(self._packed, {self.encoded: self._before.to(form).parts})
         self._before, self.merged_adapters = None, []
 
 

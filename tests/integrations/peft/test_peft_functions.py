@@ -271,6 +271,20 @@ def test_merging_rounds_once_and_says_what_it_loses(caplog):
     assert not experts.adapted
 
 
+def test_what_was_merged_is_taken_out_of_another_layout():
+    """That of a target's kernels, which a first call on a GPU chooses too; and back."""
+    ours = quantized()
+    experts = ours.model.layers[0].mlp.experts
+    before = {n: t.clone() for n, t in experts.state_dict().items()}
+    ours = wrapped(ours, target_modules=[])
+    for target, layout in (("cuda", "w16x64"), ("cpu", "linear")):
+        ours.merge_adapter()
+        fusion_moe.prepare_(ours, target)
+        assert experts.weight_layout == layout
+        ours.unmerge_adapter()
+        assert all(torch.equal(t, before[n]) for n, t in experts.state_dict().items())
+
+
 def test_unloading_leaves_the_model(caplog):
     plain = logits(quantized())
     assert torch.equal(logits(wrapped(quantized()).unload()), plain)
