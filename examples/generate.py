@@ -1,11 +1,9 @@
 """From a prompt to text with NVFP4 experts: transformers' `generate` with a static cache, compiled,
 next to the same model in bf16.
 
-    python examples/generate.py                                     # the small model of this
-        repository
+    python examples/generate.py  # the small model of this repository
     python examples/generate.py --model DIR --prompt "..." --tokens 200
-    python examples/generate.py --layers 4                          # on a GPU: layers of
-        Qwen3-30B-A3B's size, random weights
+    python examples/generate.py --layers 4  # GPU: layers of Qwen3-30B-A3B's size, random weights
 
 Prints the text while it is generated. Then: time to the first token, tokens a second after it, and
 memory, for NVFP4 and for bf16 with each of transformers' expert implementations that compile. Uses
