@@ -269,8 +269,7 @@ def _by_kernels(blocks: Tensor, unit: Tensor, encoding: Encoding) -> Tensor | No
     """
     flat, units = blocks.reshape(-1, blocks.shape[-1]), unit.expand(blocks.shape[:-1]).flatten()
     kernels = None if encoding.zero_points else block_kernels(flat, encoding.element)
-    fits = kernels and bool((units.isfinite() & (units > 0)).all())
-    if not (kernels and fits):
+    if kernels is None or not (units.isfinite() & (units > 0)).all():
         return None
     return kernels.encode(flat, units).unflatten(0, blocks.shape[:-1]).flatten(-2)
 

@@ -44,9 +44,8 @@ class CPUBlockKernels:
         """The kernels that quantize blocks x float [n, block] to 4-bit codes of `element`; None for
         other dtypes, blocks or codes, and where no C++ compiler is.
         """
-        fits = x.dtype in _FLOATS and x.shape[-1] in _BLOCKS and len(x) >= _LEAST
-        fits = fits and element.bits == 4
-        numbers = _numbers(element) if fits else None
+        some = x.dtype in _FLOATS and x.shape[-1] in _BLOCKS and len(x) >= _LEAST
+        numbers = _numbers(element) if some and element.bits == 4 else None
         return cls(numbers) if numbers and _library(isa.selected()) else None
 
     def largest(self, x: Tensor) -> Tensor:

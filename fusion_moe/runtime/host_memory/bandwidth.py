@@ -91,14 +91,12 @@ def evict(*tensors: Tensor) -> None:
     """Evicts CPU tensors from the CPU's caches: by bandwidth.cpp, or by reading enough other memory
     to replace them.
     """
-    if not all(_evicts(t.untyped_storage()) for t in tensors):
-        _reduce([_kept_pool()], torch.get_num_threads())
-
-
-def _evicts(memory: torch.UntypedStorage) -> bool:
-    return not _why_not_cpp() and bool(
-        _library().evict(memory.data_ptr(), memory.nbytes(), torch.get_num_threads())
-    )
+    threads = torch.get_num_threads()
+    if _why_not_cpp() or not all(
+        _library().evict(memory.data_ptr(), memory.nbytes(), threads)
+        for memory in map(Tensor.untyped_storage, tensors)
+    ):
+        _reduce([_kept_pool()], threads)
 
 
 def pool() -> Tensor:
