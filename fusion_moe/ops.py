@@ -25,8 +25,6 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import OptionError
-
 __all__ = [
     "combine",
     "expert_mlp",
@@ -53,12 +51,7 @@ def _operation(signature: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(signature)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return getattr(torch.ops.fusion_moe, signature.__name__)(*args, **kwargs)
-        except RuntimeError as error:
-            if "\nValue: " in str(error):  # an array, which torch prints
-                raise OptionError(str(error).partition("\n")[0]) from None
-            raise
+        return getattr(torch.ops.fusion_moe, signature.__name__)(*args, **kwargs)
 
     return call
 

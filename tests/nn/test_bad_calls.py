@@ -9,7 +9,6 @@ import torch
 from bad_calls import messages
 from torch import nn
 
-import fusion_moe
 from fusion_moe import options
 from fusion_moe.encodings import NVFP4, quantize
 from fusion_moe.errors import OptionError
@@ -94,9 +93,6 @@ BAD = {
     "weights of one expert": lambda: NVFP4Experts.from_float(GATE_UP[0], DOWN[0]),
     "weights as x @ weight takes them": lambda: NVFP4Experts.from_float(GATE_UP.mT, DOWN.mT),
     "weights of numpy": lambda: NVFP4Experts.from_float(GATE_UP.numpy(), DOWN.numpy()),
-    "rows of numpy": lambda: fusion_moe.ops.fused_experts(
-        X.numpy(), IDS, W, (GATE_UP,), (DOWN,), weight_format="f32"
-    ),
     "weights of integers": lambda: NVFP4Experts.from_float(GATE_UP.int(), DOWN),
     "weights whose K no block divides": lambda: NVFP4Experts.from_float(
         GATE_UP[..., :60], DOWN[:, :60]
