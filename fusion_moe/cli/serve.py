@@ -27,7 +27,10 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port.")] = 8000,
     device: Device = "",
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Several requests in a step.")
+        bool,
+        typer.Option(
+            "--continuous-batching", help="Several requests in a step, sampled as the first."
+        ),
     ] = False,
 ) -> Result:
     """Answer OpenAI's clients, by transformers' server.

@@ -11,8 +11,15 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
+from fusion_moe import options
+from fusion_moe.nn import Experts
 from fusion_moe.transformers import decoding, from_pretrained
 
 MADE = Path(__file__).parents[2] / "checkpoints" / "made"
@@ -75,3 +82,40 @@ def test_a_decoder_forgets_what_warming_up_and_other_prompts_wrote(monkeypatch):
     decoder.step()
     found = [int(decoder.prompt(PROMPT)), *(int(decoder.step()) for _ in range(7))]
     assert found == told
+
+
+def test_in_continuous_batches_no_row_changes_another_ones_experts():
+    """What `fusion-moe serve --continuous-batching` runs, prompts of several lengths in a step: the
+    tokens of each alone, and the bits of each row of experts alone, in row order.
+    """
+    model = from_pretrained(MADE / "modelopt-mixtral", dtype=torch.float32)
+    prompts = [list(range(3, 3 + n)) for n in (9, 2, 5)]
+    greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    alone = [
+        model.generate(torch.tensor([p]), generation_config=greedy)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    seen = []
+
+    def watched(forward):
+        def called(*rows):
+            with options.override(order="row"):  # of this thread, which is transformers'
+                seen.append((forward, rows, forward(*rows)))
+            return seen[-1][2]
+
+        return called
+
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.forward = watched(module.forward)
+    found = model.generate_batch(
+        prompts,
+        generation_config=greedy,
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
+    )
+    assert [f.generated_tokens for f in found.values()] == alone
+    assert max(len(rows[0]) for _, rows, _ in seen) == sum(map(len, prompts))
+    with options.override(order="row"), torch.inference_mode():
+        for forward, rows, results in seen:
+            ones = [forward(*(t[i : i + 1] for t in rows)) for i in range(len(results))]
+            assert torch.equal(torch.cat(ones), results)
