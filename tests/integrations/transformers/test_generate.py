@@ -105,16 +105,16 @@ def test_in_continuous_batches_no_row_changes_another_ones_experts():
 
         return called
 
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.forward = watched(module.forward)
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    for module in layers:
+        module.forward = watched(module.forward)
     found = model.generate_batch(
         prompts,
         generation_config=greedy,
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
     )
     assert [f.generated_tokens for f in found.values()] == alone
-    assert max(len(rows[0]) for _, rows, _ in seen) == sum(map(len, prompts))
+    assert len(seen) < len(layers) * 8 * len(prompts)  # steps had rows of several prompts
     with options.override(order="row"), torch.inference_mode():
         for forward, rows, results in seen:
             ones = [forward(*(t[i : i + 1] for t in rows)) for i in range(len(results))]
