@@ -53,7 +53,7 @@ def linear_layer(linear: nn.Linear, config: QuantizationConfig) -> QuantizedLine
     return result
 
 
-DECORATED = "experts that use_experts_implementation decorates, grouped linear layers"
+DECORATED = "experts that use_experts_implementation decorates, or grouped linear layers"
 
 
 def converter_of(module: nn.Module) -> Converter | None:
