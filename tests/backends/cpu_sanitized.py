@@ -138,7 +138,7 @@ def loops() -> Cases:
     for name in CASES:
         fusion, inputs = made(name)
         for rows in (7, 1, 0) if name in OF_ANY_ROWS else (7,):
-            yield fusion, [t[:rows] if t.shape[0] == 7 else t for t in inputs]
+            yield fusion, [t[:rows] if t.shape[:1] == (7,) else t for t in inputs]
     for sizes in ((0, 0), (1, 200), (31, 1)):
         fusion, inputs = swizzled(sizes, 7)
         yield fusion, inputs
