@@ -77,7 +77,9 @@ def need_memory(tensors: Sequence[Tensor]) -> None:
     """
     for i, t in enumerate(tensors):
         if t.layout != torch.strided:
-            raise ShapeError(f"input {i} is {t.layout}", expected="torch.strided, by to_dense()")
+            raise ShapeError(
+                f"input {i} is {t.layout}", expected="torch.strided", todo="to_dense() makes it so"
+            )
         held = t.untyped_storage().nbytes() - t.storage_offset() * t.itemsize
         if (t.is_contiguous() and t.nbytes <= held) or not t.numel():
             continue

@@ -392,9 +392,9 @@ class Elements:
 
     def _in_memory(self, v: Value, at: Sequence[Index]) -> tuple[Value, Sequence[Index]]:
         """The value in memory, and the place in it, that an element of a value is."""
-        row = None
-        if len(at) == 2 and isinstance(width := plain(v.type.shape[1]), int):
-            row = self.row_in_memory(v, at[0], width)
+        if len(at) != 2 or not isinstance(width := plain(v.type.shape[1]), int):
+            return v, at
+        row = self.row_in_memory(v, at[0], width)
         return (v, at) if row is None else (row[0], [row[1], at[1]])
 
     def _scale(self, scales: Value, at: Sequence[Index]) -> Expression | Variable:
