@@ -231,6 +231,13 @@ class OffloadedExperts(Experts):
             child._apply(fn)
         return self  # nothing else moves, and nothing is cast
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        # parameters stay where devices read them, also if others are to be assigned
+        copied = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, copied, *args)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             f"a copy of {type(self).__name__}, or a file of one",

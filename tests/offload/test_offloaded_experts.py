@@ -256,6 +256,9 @@ def test_state_dicts():
     third = experts(E, H, I, seed=2)
     fusion_moe.update_weights_(found, third.state_dict())
     assert found(*args).equal(third(*args))
+    fourth = experts(E, H, I, seed=3)
+    found.load_state_dict(fourth.state_dict(), assign=True)  # copied: devices read that memory
+    assert found(*args).equal(fourth(*args))
     fusion_moe.update_weights_(found, other.state_dict())
     assert found.to(torch.float16).to("meta") is found  # it stays where it is
     assert found(*args).equal(want)
