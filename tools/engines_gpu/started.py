@@ -13,7 +13,7 @@ alone, on small models: a file that does not travel is found here, not on the GP
 torchvision and transformers. --keep adds pieces of what was compiled, which else takes minutes.
 Then calls of the GPU machine bring the pieces, one each if they may not be larger; the next is 3,
 whose models have all experts and eight layers, the last one 4, with clients. Of vLLM there is --run
-alone, and on a GPU that is there: it asks NVML for one.
+alone.
 
 SITE is written unless it is there; its folder `caches` has what is compiled. Prints a line for each
 start, and the end of the log of one that failed, with exit status 1.

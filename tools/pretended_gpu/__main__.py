@@ -4,7 +4,7 @@ nvFuser compiles for it, or an engine starts on it.
     python tools/pretended_gpu 10.0 program.py arguments ...
     python tools/pretended_gpu --log FILE --headers FOLDER 9.0 program.py arguments ...
 
-torch sees a device whose memory is the host's and whose kernels do nothing. All that comes before a
+torch and NVML see a device whose memory is the host's and whose kernels do nothing. All that comes before a
 kernel is real: nvFuser's segmenter, schedulers and code generator, NVRTC, which compiles to machine
 code for that device, and the host code of CUTLASS; graphs are captured, and a replay does nothing.
 So it shows that a definition compiles and is launched, and never its numbers. Needs x86-64 Linux, a
@@ -18,6 +18,7 @@ nvFuser looks for what sorts need.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -55,10 +56,15 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
     """What the program needs to see the device. Memory is not cached, so that all of it is zeros
     when it is new.
     """
-    preloaded = ":".join(filter(None, [str(library()), os.environ.get("LD_PRELOAD")]))
+    built = library()
+
+    def before(name: str, path: Path) -> str:
+        return ":".join(filter(None, [str(path), os.environ.get(name)]))
+
     found = {
-        "LD_PRELOAD": preloaded,
-        "TRITON_LIBCUDA_PATH": str(library().parent),
+        "LD_PRELOAD": before("LD_PRELOAD", built),
+        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", built.parent),
+        "TRITON_LIBCUDA_PATH": str(built.parent),
         "PRETENDED_NVRTC": str(nvrtc()),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }
@@ -71,8 +77,8 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def library() -> Path:
-    """All of the device as one library, under the name of the driver; built when its sources or the
-    headers have changed.
+    """All of the device as one library, under the names of the driver and of NVML; built when its
+    sources or the headers have changed.
     """
     headers = cuda_headers()
     digest = hashlib.sha256(
@@ -99,6 +105,9 @@ def library() -> Path:
                 check=True,
             )
             made.replace(built)
+    nvml = built.with_name("libnvidia-ml.so.1")
+    with contextlib.suppress(FileExistsError):
+        nvml.symlink_to(built.name)
     return built
 
 

@@ -173,6 +173,9 @@ cudaError_t cudaMalloc(void** p, size_t n) {
 cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t s) { return cudaMalloc(p, n); }
 cudaError_t cudaMallocHost(void** p, size_t n) { return cudaMalloc(p, n); }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned flags) { return cudaMalloc(p, n); }
+cudaError_t cudaHostGetDevicePointer(void** p, void* host, unsigned flags) {
+    return *p = host, cudaSuccess;
+}
 cudaError_t cudaFree(void* p) { return free(p), cudaSuccess; }
 cudaError_t cudaFreeAsync(void* p, cudaStream_t s) { return free(p), cudaSuccess; }
 cudaError_t cudaFreeHost(void* p) { return free(p), cudaSuccess; }

@@ -170,3 +170,29 @@ def test_what_the_tool_wants(wrong):
         done.stderr,
         re.S,
     )
+
+
+def test_nvml_sees_the_same_device():
+    """As what asks it before torch makes a context: vLLM."""
+    program = """
+import ctypes, torch
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+count, major, minor, device = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+name, sizes, by = ctypes.create_string_buffer(96), (ctypes.c_uint64 * 3)(), ctypes.byref
+for function, *arguments in (
+    ("InitWithFlags", 0),
+    ("DeviceGetCount_v2", by(count)),
+    ("DeviceGetHandleByIndex_v2", 0, by(device)),
+    ("DeviceGetCudaComputeCapability", device, by(major), by(minor)),
+    ("DeviceGetName", device, name, len(name)),
+    ("DeviceGetMemoryInfo", device, sizes),
+):
+    assert getattr(nvml, "nvml" + function)(*arguments) == 0, function
+assert nvml.nvmlDeviceGetHandleByIndex_v2(1, by(device)) != 0
+known = torch.cuda.get_device_properties(0)
+assert count.value == torch.cuda.device_count() == 1
+assert (major.value, minor.value) == (known.major, known.minor) == (9, 0)
+assert (name.value.decode(), sizes[0]) == (known.name, known.total_memory)
+assert sizes[1] + sizes[2] == sizes[0]
+"""
+    subprocess.run([sys.executable, str(TOOL), "9.0", "-c", program], check=True)
