@@ -4,11 +4,11 @@ nvFuser compiles for it, or an engine starts on it.
     python tools/pretended_gpu 10.0 program.py arguments ...
     python tools/pretended_gpu --log FILE --headers FOLDER 9.0 program.py arguments ...
 
-torch and NVML see a device whose memory is the host's and whose kernels do nothing. All that comes before a
-kernel is real: nvFuser's segmenter, schedulers and code generator, NVRTC, which compiles to machine
-code for that device, and the host code of CUTLASS; graphs are captured, and a replay does nothing.
-So it shows that a definition compiles and is launched, and never its numbers. Needs x86-64 Linux, a
-C compiler, and a torch for CUDA.
+torch and NVML see a device whose memory is the host's and whose kernels do nothing. All that comes
+before a kernel is real: nvFuser's segmenter, schedulers and code generator, NVRTC, which compiles
+to machine code for that device, and the host code of CUTLASS; graphs are captured, and a replay
+does nothing. So it shows that a definition compiles and is launched, and never its numbers. Needs
+x86-64 Linux, a C compiler, and a torch for CUDA.
 
 --log: a file to which each compilation and each launch adds a line: "compiled sm_100a", "kernel
 NAME", "library NAME". --headers: CUDA headers in place of those in /usr/local/cuda/include, where
