@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -162,51 +163,62 @@ def _group(k: int, groups: int, bits: int, packing: Packing) -> int:
 # Tensors that say the same ------------------------------------------------------------------------
 
 
-def _shape() -> Fixed:
-    def refused(tensor: Tensor, wanted: Tensor) -> Error:
-        return CheckpointError(
-            f"{tensor.tolist()}", expected=f"{wanted.tolist()}, which the codes have"
-        )
+# What a scheme has of these is pickled with the model that was loaded by it: no local functions.
 
-    return Fixed(".weight_shape", torch.int64, lambda n, k, encoding: torch.tensor([n, k]), refused)
+
+def _shape() -> Fixed:
+    return Fixed(".weight_shape", torch.int64, _sizes, _not_sizes)
+
+
+def _sizes(n: int, k: int, encoding: Encoding) -> Tensor:
+    return torch.tensor([n, k])
+
+
+def _not_sizes(tensor: Tensor, wanted: Tensor) -> Error:
+    return CheckpointError(
+        f"{tensor.tolist()}", expected=f"{wanted.tolist()}, which the codes have"
+    )
 
 
 def _order(suffix: str) -> Fixed:
     """The group of each column: they follow one another."""
+    return Fixed(suffix, torch.int32, _groups, _not_groups, of_columns=True)
 
-    def made(n: int, k: int, encoding: Encoding) -> Tensor:
-        return torch.arange(k, dtype=torch.int32) // (k // encoding.blocks(k))
 
-    def refused(tensor: Tensor, wanted: Tensor) -> Error:
-        if tensor.shape != wanted.shape or not torch.equal(tensor.sort().values, wanted):
-            return CheckpointError(
-                f"groups of columns {list(tensor.shape)}, of {tensor.unique().numel()} numbers",
-                expected=f"{len(wanted)} numbers, each group from 0 to {int(wanted[-1])} as often",
-            )
-        return UnsupportedError(
-            "columns of a group that do not lie side by side (desc_act)",
-            expected="groups of consecutive columns",
-            todo="take a checkpoint that was made with desc_act=False, or convert it "
-            'to="dense", and quantize that',
+def _groups(n: int, k: int, encoding: Encoding) -> Tensor:
+    return torch.arange(k, dtype=torch.int32) // (k // encoding.blocks(k))
+
+
+def _not_groups(tensor: Tensor, wanted: Tensor) -> Error:
+    if tensor.shape != wanted.shape or not torch.equal(tensor.sort().values, wanted):
+        return CheckpointError(
+            f"groups of columns {list(tensor.shape)}, of {tensor.unique().numel()} numbers",
+            expected=f"{len(wanted)} numbers, each group from 0 to {int(wanted[-1])} as often",
         )
-
-    return Fixed(suffix, torch.int32, made, refused, of_columns=True)
+    return UnsupportedError(
+        "columns of a group that do not lie side by side (desc_act)",
+        expected="groups of consecutive columns",
+        todo="take a checkpoint that was made with desc_act=False, or convert it "
+        'to="dense", and quantize that',
+    )
 
 
 def _middle(part: StoredPart, bits: int, less: int) -> Fixed:
     """Zero points that are all the same: half of the range of codes."""
     number = 2 ** (bits - 1) - less
-    word = sum(number << i for i in range(0, 32, bits))
-
-    def made(n: int, k: int, encoding: Encoding) -> Tensor:
-        size = (encoding.blocks(k), n * bits // 32)
-        return torch.full(size, word - 2**32 if word >= 2**31 else word, dtype=torch.int32)
-
-    def refused(tensor: Tensor, wanted: Tensor) -> Error:
-        return CheckpointError(
-            "several zero points",
-            expected=f"{number} in all groups: config.json says sym",
-            todo='"sym": false in its quantization_config, if these are right',
-        )
-
+    made, refused = partial(_zeros, bits=bits, number=number), partial(_not_zeros, number=number)
     return Fixed(part.suffix, torch.int32, made, refused)
+
+
+def _zeros(n: int, k: int, encoding: Encoding, bits: int, number: int) -> Tensor:
+    word = sum(number << i for i in range(0, 32, bits))
+    size = (encoding.blocks(k), n * bits // 32)
+    return torch.full(size, word - 2**32 if word >= 2**31 else word, dtype=torch.int32)
+
+
+def _not_zeros(tensor: Tensor, wanted: Tensor, number: int) -> Error:
+    return CheckpointError(
+        "several zero points",
+        expected=f"{number} in all groups: config.json says sym",
+        todo='"sym": false in its quantization_config, if these are right',
+    )
