@@ -270,3 +270,31 @@ def test_a_pinned_variant_that_does_not_fit_is_refused():
 def test_a_choice_reads_well(golden):
     golden(str(choice_of(products("", ""), 4000)))
     assert isinstance(call_of(products("")).parts.parts[0].source, Product)
+
+
+@pytest.mark.parametrize(
+    ("change", "routes"),
+    [
+        ("nothing", True),
+        ("a bias", True),
+        ("first stored", True),
+        ("other rows", False),
+        ("other groups", False),
+    ],
+)
+def test_few_ids_are_routed_by_the_first_product(change, routes):
+    """Up to 32, if the next product finds its tiles in the same ids, which are passed to it."""
+    call = call_of(layer(change))
+    (ids,) = (v for v in call.parts.inputs if v.type.dtype == "i64")
+    number, places = call.parts.arrays.numbers[ids], call.parts.arrays.places[1]
+    for tokens in (1, 16, 17):
+        first, second = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
+        few = routes and tokens < 17
+        assert (first.kernels[0].name == "route") != few
+        by_ids = [k.size_class[-2:] for x in (first, second) for k in x.kernels if k.size_class]
+        assert by_ids == [(tokens < 17, few), (few, 0)]
+        assert not few or (first.overlaps == (True,) and not first.kernels[0].reads_before_wait)
+        passed = call.parts.parts[1].source.arrays_of(second.chosen)
+        assert (number in [places[n] for n in passed]) == few
+    any_size = call.choose(dict.fromkeys(call.parts.symbols, 1), H200, any_size=True)
+    assert any_size.kernels[0].name == "route"

@@ -135,7 +135,7 @@ def test_in_front_of_experts():
     assert kernel.backend == "cuda", kernel.why
     found = launches(kernel.launch.source, 1)
     assert found[0].name == "topk_route"
-    assert "find_tile_by_ids" not in found[1].text
+    assert "FewIds" not in found[1].text
     assert all(build(x, H200).stat().st_size for x in found)
 
 

@@ -920,7 +920,7 @@ def test_local_experts():
         many = next(x for x in launches(up, 4096) if x.name == "route")
         assert of_many in many.text
         assert many.blocks == 128 + rest
-        assert f", {first_expert or 0}, i32(rows()), number);" in product.text  # by ids
+        assert f", {first_expert or 0}, i32(rows()));" in product.text  # by ids
     build_all([routing, many, product, *launches(down, 4)], H200)
 
 

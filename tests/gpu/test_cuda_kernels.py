@@ -5,6 +5,7 @@ layers, bad input and CUDA graphs, against the reference.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -603,6 +604,43 @@ def test_bad_ids_are_left_out_and_reported(count, bad):
         ops.expert_mlp(*args, weight_layout="w16x64")
     args[1][-1, 1] = -1
     assert torch.equal(ops.expert_mlp(*args, weight_layout="w16x64"), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_ids_are_routed_by_the_first_product(count, dtype, bias):
+    """It writes the bits of segments that are launched one by one, which `route` sorts ids for;
+    also when a graph is replayed with other ids.
+    """
+    x, ids, w = tokens(torch.randint(0, E, (count, K), generator=generator()))
+    ids = ids.to(dtype)
+    kwargs: dict[str, Any] = {"weight_layout": "w16x64"}
+    if bias:
+        kwargs["gate_up_bias"] = torch.randn(E, 2 * I, generator=generator()).bfloat16().cuda()
+        kwargs["down_bias"] = torch.randn(E, H, generator=generator(1)).bfloat16().cuda()
+    args = (x, ids, w, *quantized("w16x64"))
+    given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
+    made = program("expert_mlp", args, kwargs)
+    chosen = made.joined.choose(made.sizes(given, {}), H200)
+    assert "route" not in [k.name for k in chosen.kernels]
+    by_segments = replace(made, joined=None)
+    made(given)
+    by_segments(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made(given)[0]
+    for seed in range(12):
+        other = torch.randint(0, (1, 3, E)[seed % 3], ids.shape, generator=generator(seed))
+        other[torch.rand(other.shape, generator=generator(seed)) < seed % 4 / 3] = -1
+        ids.copy_(other)
+        poison()
+        found.fill_(math.nan)
+        graph.replay()
+        want = by_segments(given)[0]
+        assert torch.equal(found, want)
+        assert torch.equal(made(given)[0], want)
+    fusion_moe.synchronize()
 
 
 # CUDA graphs --------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def launched(found: fusion_moe.report.Report) -> list[str]:
 
 def test_kernels_follow_the_sizes():
     # one: which tracers take for a constant
-    assert launched(report(1)) == ["route, small_m_1x1x4x2x2", "small_m_1x1x8x1x3, combine"]
+    assert launched(report(1)) == ["small_m_1x1x4x2x2 with route", "small_m_1x1x8x1x3, combine"]
     assert launched(report(4000)) == [
         "route, reorder_activations, large_m_160x3; result in fragment order, for segment 1",
         "large_m_160x3, combine; activations in fragment order, of segment 0",

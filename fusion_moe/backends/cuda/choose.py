@@ -14,6 +14,7 @@ from ...arch import Arch
 from ...ir import nbytes
 from ...runtime import memory
 from ...runtime.memory import Memory
+from ..cxx import stored
 from .dataflow import Inner, Parts
 from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
@@ -124,6 +125,10 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
         )
     for i in parts.without_rest:
         chosen[i] = replace(chosen[i], without_rest=True)
+    for i, (ids, first) in parts.routed.items():
+        few = all(sources[n].takes_few_ids(chosen[n], sizes) for n in (i, i + 1))
+        chosen[i] = replace(chosen[i], few_ids=few)
+        chosen[i + 1] = replace(chosen[i + 1], few_ids=few, ids=(stored(ids), first))
     next_, previous = dict(links), {j: i for i, j in links}
     steps, after_product = list[Step](), False
     for i, (part, how) in enumerate(zip(parts.parts, chosen, strict=True)):
@@ -167,6 +172,8 @@ def _may_overlap(kernel: KernelSource, after_product: bool) -> bool:
 #   which waits before it lets others start.
 # - What a kernel reads before it waits lives in its segment, so nothing else is written there
 #   before the next one.
+# - A product that routes waits before it does. The next one reads ids before it waits: these were
+#   there before the former's wait.
 def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
     """The placement of the inner arrays; steps are segments."""
     return memory.plan(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ...ir import Value, dependent, needed
 from .heuristics import AUTO
@@ -60,7 +61,8 @@ class Inner:
 class CallArrays:
     """The arrays of a call by number: inputs, outputs that are made, inner arrays.
 
-    places: for each part, the numbers of its struct's arrays; inner: the arrays after inputs and
+    places: for each part, the numbers of its struct's arrays, and of the ids that the part before
+    has routed; inner: the arrays after inputs and
     outputs; numbers: by value of the call.
     """
 
@@ -101,6 +103,23 @@ class Parts:
             for i, j, v in self._read_once([part.matrix for part in self.parts])
             if _linked(self.parts[i], v, self.parts[j].source)
         )
+
+    @cached_property
+    def routed(self) -> dict[int, tuple[Value, int]]:
+        """The parts whose product may route for the next part's product, too: the ids, and the one
+        of group 0.
+        """
+        found = dict[int, tuple[Value, int]]()
+        for i, (part, after) in enumerate(pairwise(self.parts)):
+            source, reader = part.source, after.source
+            if not (isinstance(source, Product) and isinstance(reader, Product)):
+                continue
+            if (op := source.routing_of_few) and (ids := part.input_of(op.values[0])):
+                made = dict(zip(source.fusion.outputs, part.outputs, strict=True))
+                ends = after.input_of(reader.plan.ends)
+                if ends and ends is made.get(op.outputs[0]):
+                    found[i] = ids, op.attrs.get("first_expert") or 0
+        return found
 
     @cached_property
     def without_rest(self) -> frozenset[int]:
@@ -147,6 +166,8 @@ class Parts:
                     numbers[key] = len(numbers)
                     created.append((part.source, array, i))
                 results.append(numbers[key])
+            if routed := self.routed.get(i - 1):
+                results.append(numbers[routed[0]])
             places.append(tuple(results))
         last = {n: i for i, of_part in enumerate(places) for n in of_part}
         end = len(self.parts) - 1  # who records a run reads the ends of groups after it

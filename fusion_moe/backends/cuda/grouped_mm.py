@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,7 +10,17 @@ from functools import cached_property
 from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir import AnySize, Op, Value, elements, exact_div, plain, value
-from ..cxx import Elements, Epilogue, Index, ProductPlan, Variable, inner, size, stored
+from ..cxx import (
+    Elements,
+    Epilogue,
+    Index,
+    ProductPlan,
+    Variable,
+    inner,
+    is_made_first,
+    size,
+    stored,
+)
 from ..inexpressible import naming
 from . import added
 from .columns import Columns, columns
@@ -154,8 +165,8 @@ class ByVariants(PlannedSource):
         self.matrix, self._matrix_row = found
         self._row_lines = made.lines
         shape = (self.matrix or plan.a).type.shape
-        self._activations = Array(ACTIVATIONS, self.dtype, elements(shape))
-        self.scratch.append(self._activations)
+        self.activations = Array(ACTIVATIONS, self.dtype, elements(shape))
+        self.scratch.append(self.activations)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self.stores = list[str]()
         self._results = self._make_results(epilogue)
@@ -218,7 +229,8 @@ class ByVariants(PlannedSource):
         where activations are computed or stored in fragment order; the product by its chosen
         variants; sums of its rows.
         """
-        first = made_first(self, sizes, chosen.any_size, without=self._problem)
+        without = self._routing if chosen.few_ids else self._problem
+        first = made_first(self, sizes, chosen.any_size, without)
         prologue = (
             []
             if chosen.reads_fragment_order
@@ -245,7 +257,7 @@ class ByVariants(PlannedSource):
         order = variant, chosen.reads_fragment_order, chosen.writes_fragment_order
         return [
             self._product(
-                self.once(self._of_variant, s.variant, arch, *order),
+                self.once(self._of_variant, s.variant, arch, *order, chosen.ids),
                 s,
                 value(self.rows, sizes),
                 reads_before_wait or s is not first,
@@ -254,16 +266,23 @@ class ByVariants(PlannedSource):
                 s.variant.persistent and not last.variant.persistent,
                 chosen.any_size,
                 chosen.without_rest,
+                chosen.few_ids,
             )
             for s in size_classes
         ]
 
     def _of_variant(
-        self, variant: Variant, arch: Arch, reader: Variant, reads: bool, writes: bool
+        self,
+        variant: Variant,
+        arch: Arch,
+        reader: Variant,
+        reads: bool,
+        writes: bool,
+        ids: tuple[str, int] | None,
     ) -> KernelSource:
         """The kernel of a variant, the same for all launches. reader: the variant that determines
         the order of activations; reads, writes: whether activations, or results, are in fragment
-        order in memory.
+        order in memory; ids: as in `Chosen`.
         """
         fragment_order = reads or (
             self._takes_fragment_order(reader) and not self._reads_in_place(reader)
@@ -278,7 +297,10 @@ class ByVariants(PlannedSource):
         return self.calling(
             variant.call(arch),
             variant.name,
-            [*self._row(reader, reads), *(large_m if variant.persistent else self._find())],
+            [
+                *self._row(reader, reads, "" if variant.persistent else ", bool routed"),
+                *(large_m if variant.persistent else self._find(ids)),
+            ],
             0,
             headers=(self.reader.header, variant.header),
             threads=variant.threads,
@@ -300,6 +322,7 @@ class ByVariants(PlannedSource):
         with_small_m: bool,
         any_size: bool,
         without_rest: bool,
+        few_ids: bool,
     ) -> KernelSource:
         """One launch of a variant's kernel.
 
@@ -315,19 +338,22 @@ class ByVariants(PlannedSource):
             and rows <= _MAX_IDS
             and size_class.max_rows is None
         )
-        reads_before_wait = reads_before_wait or ids
+        routes = few_ids and self._routing is not None
+        reads_before_wait = (reads_before_wait or ids) and not routes
         most = _UNBOUNDED - without_rest if size_class.max_rows is None else size_class.max_rows
         bounds = size_class.above_rows, most
-        flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
+        flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m
+        by_ids = ids or few_ids, routes
         # beside another kernel the driver keeps that one's; several blocks may not get enough
         carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous
         return replace(
             kernel,
-            blocks=blocks(size_class, rows, self.matrices) + self._checks_apart(variant),
+            blocks=blocks(size_class, rows, self.matrices)
+            + (routes or self._checks_apart(variant)),
             reads_before_wait=reads_before_wait,
             carveout_blocks=variant.per_sm if carveout else 0,
-            title=str(size_class),
-            size_class=(*bounds, *map(int, flags)),
+            title=f"{size_class} with route" if routes else str(size_class),
+            size_class=(*bounds, *map(int, (*flags, *by_ids))),
         )
 
     def uses(self, array: Array, chosen: Chosen) -> bool:
@@ -344,7 +370,7 @@ class ByVariants(PlannedSource):
         """Makes the activations, unless they are in memory as the product reads them."""
         if self.matrix is None:
             place = "fragment_place(i)" if self._takes_fragment_order(variant) else "i"
-            return [computed(self, "prologue", self.plan.a, self._activations, (), place)]
+            return [computed(self, "prologue", self.plan.a, self.activations, (), place)]
         if self._reads_in_place(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
@@ -364,8 +390,10 @@ class ByVariants(PlannedSource):
         assert self.matrix is not None
         return f"fragment_piece({self.names[self.matrix]}, i)"
 
-    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
-        """The types of both operands, and where the product reads a row of activations."""
+    def _row(self, variant: Variant, reads_fragment_order: bool, routed: str = "") -> list[str]:
+        """The types of both operands, and where the product reads a row of activations. routed: a
+        parameter that says whether its kernel has routed.
+        """
         name = (
             self.names[self.matrix]
             if self.matrix is not None and self._reads_in_place(variant, reads_fragment_order)
@@ -376,8 +404,12 @@ class ByVariants(PlannedSource):
             *self.reader.constants(self.plan.encoding),
             f"using Weights = {self.reader.of(self.dtype)};",
         ]
-        body = inner([*self._row_lines, f"return {name} + {self._matrix_row} * K;"])
-        row = [f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
+        lines = [*self._row_lines, f"return {name} + {self._matrix_row} * K;"]
+        if routed and self.routing_of_few:
+            rows = self.names[self.routing_of_few.outputs[1]]
+            lines.insert(0, f"const i32* {rows} = routed ? sorted_tokens() : this->{rows};")
+        body = inner(lines)
+        row = [f"__device__ const {self.dtype}* row(i64 m{routed}) const {{", *body, "}"]
         return ["", *types, *row, *(["", *self.stores] if self.stores else [])]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
@@ -430,33 +462,64 @@ class ByVariants(PlannedSource):
         """Whether this segment makes the ends from ids that are available before it."""
         return self._routing is not None and self._routing.values[0] not in self.plan.memory
 
+    @cached_property
+    def routing_of_few(self) -> Op | None:
+        """The routing that its kernel can do for few ids, if the kernel reads of it only the rows
+        of activations, and is the only one of its segment beside routing.
+        """
+        op, plan = self._routing, self.plan
+        alone = op and [o for o in self.fusion.ops if is_made_first(o)] == [op]
+        if not (alone and op and self._knows_ids and self.matrix) or plan.combine or plan.sums:
+            return None
+        read = " ".join([*added.functions(self, plan), *self._results])
+        routed = "|".join(self.names[v] for v in op.outputs)
+        return None if re.search(rf"\b({routed})\b", read) else op
+
+    def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
+        """As in `Source`."""
+        few = value(self.rows, sizes) <= _MAX_IDS and not chosen.any_size and self.matrix
+        return bool(few) and [c.variant.persistent for c in chosen.size_classes] == [False]
+
     def _checks_apart(self, variant: Variant) -> bool:
         """Whether one more block checks the groups, which takes it longer than ends would."""
         return self._problem is not None and not variant.persistent
 
-    def _find(self) -> list[str]:
+    def _find(self, ids: tuple[str, int] | None) -> list[str]:
         """How a small-M kernel finds its tile: in ends, or in ids if it can."""
-        by_ids = []
-        if self._knows_ids:
-            assert self._routing is not None
-            given = (
-                f"{self.array(self._routing.values[0], self.made_later)}, "
-                f"{self._routing.attrs.get('first_expert') or 0}, i32(rows())"
-            )
-            by_ids = [
-                "if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, "
-                f"WAVE>({given}, number);"
-            ]
+        op, given, of_ids, route = self._routing, "", "", list[str]()
+        if ids:
+            of, first = ids
+            given = f"reinterpret_cast<const {of}*>({ACTIVATIONS}), {first}"
+        elif op and self._knows_ids:
+            of_ids = self.array(op.values[0], self.made_later)
+            given = f"{of_ids}, {op.attrs.get('first_expert') or 0}"
+        if op and self.routing_of_few:
+            arrays = ", ".join(self.array(v) for v in op.outputs)
+            slots = size(op.values[0].type.shape[1])
+            local = str(op.attrs.get("first_expert") is not None).lower()
+            to = f"i32(rows()), i32({slots}), {arrays}, error"
+            route = [f"if (size_class.routes) sorted.template route<{local}>({of_ids}, {to});"]
+        by_ids = [
+            "if (size_class.by_ids) {",
+            *inner(
+                [
+                    f"FewIds<GROUPS> sorted({given}, i32(rows()));",
+                    *route,
+                    "return sorted.template find<TILE_M, N_TILES, WAVE>(i32(rows()), number);",
+                ]
+            ),
+            "}",
+        ]
         block = "gridDim.x - 1" if self._problem else "0"  # the former has no tile
         report = f"blockIdx.x == {block} && threadIdx.x < 32 ? error : nullptr"
-        report = "nullptr" if self._routing else report
+        report = "nullptr" if op else report
         return [
             "template <int TILE_M, int N_TILES, int WAVE>",
             "__device__ __forceinline__ TilePlace find(i32 number, const SizeClass& "
             "size_class) const {",
             *inner(
                 [
-                    *by_ids,
+                    *(by_ids if given else ()),
                     "return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(partition(), "
                     f"i32(rows()), size_class, number, {report});",
                 ]

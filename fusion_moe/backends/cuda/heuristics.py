@@ -49,8 +49,10 @@ class Chosen:
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous segment wrote them, and whether the result is in fragment order.
-    without_rest: whether rows of no group are left unwritten, since nothing reads them. by_wgmma:
-    whether a product of codes is. way: which of a product's ways computes it (product.py).
+    without_rest: whether rows of no group are left unwritten, since nothing reads them. few_ids:
+    whether no kernel sorts ids but the product's own, and the next product's; ids: for the latter,
+    their type, and the one of group 0. by_wgmma: whether a product of codes is. way: which of a
+    product's ways computes it (product.py).
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -58,6 +60,8 @@ class Chosen:
     writes_fragment_order: bool = False
     any_size: bool = False
     without_rest: bool = False
+    few_ids: bool = False
+    ids: tuple[str, int] | None = None
     by_wgmma: bool = False
     way: int = 0
 

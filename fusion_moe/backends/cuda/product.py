@@ -11,7 +11,7 @@ from typing import Any
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir import Fusion, Value, value
+from ...ir import Fusion, Op, Value, value
 from ...runtime import cuda
 from ...schedule.product import products
 from ..cxx import ACTIVATIONS, ProductPlan, need_one_width, plan_product, plan_wgrad
@@ -62,6 +62,16 @@ class Product(PlannedSource):
         """As in `Source`: by kernels of variants."""
         return self.by_variants.in_any_order if self.by_variants else None
 
+    @property
+    def routing_of_few(self) -> Op | None:
+        """As in `ByVariants`."""
+        return self.by_variants.routing_of_few if self.by_variants else None
+
+    def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
+        """As in `Source`: by kernels of variants."""
+        way = self.ways[chosen.way].source
+        return way is self.by_variants and way.takes_few_ids(chosen, sizes)
+
     def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice of the first way that takes the sizes. A variant that is asked for is looked
         for in those of any number of rows alone.
@@ -89,9 +99,17 @@ class Product(PlannedSource):
         return self.ways[chosen.way].source.kernels(chosen, sizes, arch)
 
     def arrays_of(self, chosen: Chosen) -> list[int]:
-        """As in `Source`: those of the chosen way."""
+        """As in `Source`: those of the chosen way. Ids come after all of them, in place of the
+        array of activations, which are where they are read.
+        """
         own: list[Value | Array] = [*self.memory, *self.ways[chosen.way].source.scratch]
-        return [self.array_number(a) for a in (*self.fusion.inputs, *own)]
+        numbers = [self.array_number(a) for a in (*self.fusion.inputs, *own)]
+        if chosen.ids and chosen.few_ids:
+            assert self.by_variants
+            place = self.array_number(self.by_variants.activations)
+            ids = len(self.fusion.inputs) + len(self.memory) + len(self.scratch)
+            numbers = [ids if n == place else n for n in numbers]
+        return numbers
 
     def uses(self, array: Array, chosen: Chosen) -> bool:
         """As in `Source`."""

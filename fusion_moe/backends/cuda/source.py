@@ -218,6 +218,10 @@ class Source(Writer, ABC):
         """Whether it may agree with another product, or with who sends rows, on fragment order."""
         return chosen.may_chain
 
+    def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
+        """Whether its kernel can find its tiles in these sizes' ids, which no kernel has sorted."""
+        return False
+
     @property
     def in_any_order(self) -> tuple[Value, int] | None:
         """The result, and its number of columns, that can be in fragment order, too."""

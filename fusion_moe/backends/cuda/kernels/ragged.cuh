@@ -232,6 +232,7 @@ struct SizeClass {
                                // same product
     i32 with_small_m;          // whether one of these is a small-M kernel
     i32 by_ids;                // whether it finds its tile in ids that are not sorted yet
+    i32 routes;                // whether it sorts them for later kernels, too
 };
 
 constexpr SizeClass ALL_GROUPS = {0, UNBOUNDED};
@@ -417,31 +418,70 @@ __device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
     return group < u64(groups) ? i32(group) : groups;
 }
 
-// The same, from up to 32 unsorted ids: it sorts them itself instead of waiting for `route`.
-template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Id>
-__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 first_id, i32 rows,
-                                                      i32 number) {
-    const i32 lane = threadIdx.x % 32,
-              group = lane < rows ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS;
-    const Votes<GROUPS> votes(group);
-    const i32 size = __popc(votes.same), place = __popc(votes.same & ((1u << lane) - 1));
-    const u32 begins = __ballot_sync(WHOLE_WARP, group < GROUPS && place % TILE_M == 0);  // a tile
-    const i32 last = __popc(__ballot_sync(WHOLE_WARP, group < GROUPS)),
-              grouped = __popc(begins) * N_TILES;
-    const i32 ungrouped = (rows - last + TILE_M - 1) / TILE_M * N_TILES;
-    const LastWave wave =
-        split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
-    if (number >= wave.count)
-        return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
-    const i32 first = __popc(votes.less),
-              within = wave.number - __popc(votes.less & begins) * N_TILES;
-    const bool here = group < GROUPS && place == 0 && within >= 0 &&
-                      within < (size + TILE_M - 1) / TILE_M * N_TILES;
-    const u32 holds = __ballot_sync(WHOLE_WARP, here);
-    TilePlace found =
-        from_lane(tile_place<TILE_M>(group, first, first + size, within), __ffs(holds) - 1);
-    found.half = wave.half;
-    return found;
+// Of up to 32 ids, the token of each sorted row, for the block that has sorted them.
+__device__ __forceinline__ i32* sorted_tokens() {
+    __shared__ i32 tokens[32];
+    return tokens;
 }
+
+// Up to 32 ids in a warp, sorted by it: the group of a lane's id, and its place among those of it.
+// blocks: those that may have tiles.
+template <int GROUPS>
+struct FewIds {
+    const i32 lane = threadIdx.x % 32;
+    i32 group, blocks = gridDim.x;
+    Votes<GROUPS> votes;
+    i32 place = __popc(votes.same & ((1u << lane) - 1));
+
+    template <class Id>
+    __device__ __forceinline__ FewIds(const Id* ids, i32 first_id, i32 count)
+        : group(lane < count ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS), votes(group) {}
+
+    // As find_tile_by_ends.
+    template <int TILE_M, int N_TILES, int WAVE>
+    __device__ __forceinline__ TilePlace find(i32 rows, i32 number) const {
+        const i32 size = __popc(votes.same);
+        const u32 begins =
+            __ballot_sync(WHOLE_WARP, group < GROUPS && place % TILE_M == 0);  // a tile
+        const i32 last = __popc(__ballot_sync(WHOLE_WARP, group < GROUPS)),
+                  grouped = __popc(begins) * N_TILES;
+        const i32 ungrouped = (rows - last + TILE_M - 1) / TILE_M * N_TILES;
+        const LastWave wave = split_last_wave<WAVE>(number, grouped, blocks - grouped - ungrouped);
+        if (number >= wave.count)
+            return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
+        const i32 first = __popc(votes.less),
+                  within = wave.number - __popc(votes.less & begins) * N_TILES;
+        const bool here = group < GROUPS && place == 0 && within >= 0 &&
+                          within < (size + TILE_M - 1) / TILE_M * N_TILES;
+        const u32 holds = __ballot_sync(WHOLE_WARP, here);
+        TilePlace found =
+            from_lane(tile_place<TILE_M>(group, first, first + size, within), __ffs(holds) - 1);
+        found.half = wave.half;
+        return found;
+    }
+
+    // What `route` computes, in its place: each block knows the tokens of its rows, and the last
+    // one, which has no tile, writes what later kernels read.
+    template <bool LOCAL, class Id>
+    __device__ __forceinline__ void route(const Id* ids, i32 count, i32 slots, i32* ends,
+                                          i32* row_of, i32* slot_of, i64* error) {
+        const i32 row = __popc(votes.less) + place, token = lane / slots;
+        if (lane < count) sorted_tokens()[row] = token;
+        __syncwarp();
+        --blocks;
+        if (i32(blockIdx.x) < blocks) return;
+        if (i32(threadIdx.x) < count) {
+            row_of[row] = token, slot_of[lane] = row;
+            if (!LOCAL && group == GROUPS && ids[lane] != -1)
+                report(error, BAD_ID, lane, i32(ids[lane]));
+        }
+        for (i32 first = i32(threadIdx.x) - lane; first < GROUPS; first += i32(blockDim.x)) {
+            i32 end = 0;
+#pragma unroll
+            for (int i = 0; i < 32; ++i) end += __shfl_sync(WHOLE_WARP, group, i) <= first + lane;
+            if (first + lane < GROUPS) ends[first + lane] = end;
+        }
+    }
+};
 
 }  // namespace

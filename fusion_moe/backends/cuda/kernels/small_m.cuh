@@ -106,11 +106,11 @@ class SmallM {
         if (in_group) tile.prefetch_weights(m_tile, column);
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
             griddepcontrol_wait();
-        if (ROWS_FIRST && in_group) tile.prefetch_activations(m_tile);
+        if (ROWS_FIRST && in_group) tile.prefetch_activations(m_tile, size_class.routes);
         griddepcontrol_launch_dependents();
         if (in_group) {
             mark_tile(threadIdx.x == 0, false);
-            if (!ROWS_FIRST) tile.prefetch_activations(m_tile);
+            if (!ROWS_FIRST) tile.prefetch_activations(m_tile, size_class.routes);
             tile.multiply(partials);
             __syncthreads();
             Epilogue::store(s, m_tile, column, partials);
@@ -158,13 +158,14 @@ class SmallM {
         }
     }
 
-    // Begins to read its activations, which the kernel before may have made.
-    __device__ __forceinline__ void prefetch_activations(const MTile& m_tile) {
+    // Begins to read its activations, which the kernel before may have made. routed: whether it has
+    // sorted their rows.
+    __device__ __forceinline__ void prefetch_activations(const MTile& m_tile, bool routed) {
 #pragma unroll
         for (int t = 0; t < TILES_M; ++t) {
             const i32 m = m_tile.first + 8 * t + row();
             in_range[t] = m < m_tile.end;
-            x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first)) +
+            x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first, routed)) +
                    begin() * 128 + lane_column() * 32;
             activations[0][t][0] = activations[0][t][1] = activations[1][t][0] =
                 activations[1][t][1] = make_uint4(0, 0, 0, 0);
