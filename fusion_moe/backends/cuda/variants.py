@@ -120,7 +120,7 @@ class SmallM(OnGpus):
     in_flight: K blocks requested ahead, at least; batch: how many more are requested at a time.
     per_sm: blocks that share a multiprocessor, which limits their registers. row_order: whether it
     adds up K as large-M kernels do that read fragment order: without split-K, and 16 columns at a
-    time, the same ones.
+    time, the same ones. most_k: the K up to which it is fast; 0: no limit.
     """
 
     tiles_m: int
@@ -130,6 +130,7 @@ class SmallM(OnGpus):
     batch: int
     per_sm: int
     row_order: bool = False
+    most_k: int = 0
 
     needs = ("mma",)
     template, header = "SmallM", "small_m.cuh"
@@ -183,6 +184,7 @@ class SmallM(OnGpus):
         return (
             of.kind == "fprop"
             and of.row_order == self.row_order
+            and (not self.most_k or of.k <= self.most_k)
             and self.tiles % of.block == 0
             and packed + sums_and_rows + _OTHER_REGISTERS <= registers
         )
@@ -395,6 +397,7 @@ def _of_both_orders(*sizes: tuple[int, int, int]) -> tuple[LargeMma, ...]:
 # ones the first.
 M8 = (
     SmallM(1, 1, 1, 1, 3, 8),
+    SmallM(1, 1, 2, 2, 2, 8, most_k=2048),  # with more, the next one is as fast or faster
     SmallM(1, 1, 2, 1, 3, 8),
     SmallM(1, 1, 4, 2, 2, 4),
     SmallM(1, 1, 8, 1, 3, 4),
