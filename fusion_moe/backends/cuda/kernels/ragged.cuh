@@ -418,10 +418,11 @@ __device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
     return group < u64(groups) ? i32(group) : groups;
 }
 
-// Of up to 32 ids, the token of each sorted row, for the block that has sorted them.
+// Of up to 32 ids, the token of each sorted row, for the warp that has sorted them.
 __device__ __forceinline__ i32* sorted_tokens() {
-    __shared__ i32 tokens[32];
-    return tokens;
+    constexpr int WARPS = 8;  // most of a small-M kernel
+    __shared__ i32 tokens[WARPS][32];
+    return tokens[threadIdx.x / 32];
 }
 
 // Up to 32 ids in a warp, sorted by it: the group of a lane's id, and its place among those of it.
@@ -460,8 +461,8 @@ struct FewIds {
         return found;
     }
 
-    // What `route` computes, in its place: each block knows the tokens of its rows, and the last
-    // one, which has no tile, writes what later kernels read.
+    // What `route` computes, in its place: each warp knows the tokens of its rows, and the last
+    // block, which has no tile, writes what later kernels read.
     template <bool LOCAL, class Id>
     __device__ __forceinline__ void route(const Id* ids, i32 count, i32 slots, i32* ends,
                                           i32* row_of, i32* slot_of, i64* error) {
