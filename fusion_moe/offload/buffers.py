@@ -86,7 +86,7 @@ class Buffers:
         self._there: set[int] = set()  # these experts are there
         self._path: tuple[Layer | None, ...] = (None, None)  # the last two layers
         self._next: dict[tuple[Layer | None, ...], Layer] = {}
-        self._slots: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by a layer's number
+        self._slots: dict[int, tuple[Tensor, Callable[[], None]]] = {}  # by a layer's number
 
     @contextlib.contextmanager
     def hold(self, layer: Layer, named: Collection[int]) -> Iterator[Mapping[str, Tensor]]:
@@ -172,25 +172,15 @@ class Buffers:
 
     def _from_slots(self, layer: Layer) -> Tensor:
         """Copies the experts that are in slots, on the device; returns which ones."""
-        device, expert_map = layer.device, layer.device.expert_map
-        there = (expert_map >= 0).nonzero().flatten()
-        before = self._slots.get(layer.key[0])
-        if before is None or not before[0].equal(expert_map):  # a copy that waits
-            to, slots = there.to(device.on), expert_map[there].long().to(device.on)
-            before = self._slots[layer.key[0]] = expert_map.clone(), to, slots
-        _, to, slots = before
-        for name, t in device.slots.items() if len(there) else ():
-            rows, all_rows = _rows(t), _rows(self._weights[name])
-            all_rows.index_copy_(0, to, rows.index_select(0, slots))
+        expert_map = layer.device.expert_map
+        there, before = (expert_map >= 0).nonzero().flatten(), self._slots.get(layer.key[0])
+        if before is None or not before[0].equal(expert_map):
+            place = layer.device.from_slots(expert_map[there].long(), there, self._weights)
+            before = self._slots[layer.key[0]] = expert_map.clone(), place
+        before[1]()
         return there
 
 
 def needed(layer: Layer) -> int:
     """Bytes of the buffers for layers like one."""
     return (1 + _AHEAD) * layer.storage.experts * layer.storage.nbytes
-
-
-def _rows(t: Tensor) -> Tensor:
-    """t [E, ...] as few numbers of each expert, of any dtype."""
-    rows = t.view(len(t), -1).view(torch.uint8)
-    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows

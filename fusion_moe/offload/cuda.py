@@ -259,6 +259,20 @@ class Cuda:
 
         return unpack
 
+    def from_slots(
+        self, slots: Tensor, experts: Tensor, weights: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """As in `Device`."""
+        here = self.slots.values()
+        parts = Parts([*map(Shape.of, here)], [t.data_ptr() for t in here], [*weights.values()])
+        pairs = torch.stack([slots, experts]).int().to(self.device)  # a copy that waits
+
+        def place() -> None:
+            with torch.cuda.device(self.device):
+                self.moves.place(parts, pairs)
+
+        return place
+
     def complete(self, arrival: Mapping[str, Tensor]) -> None:
         """As in `Device`."""
         for name, t in self._there.items():

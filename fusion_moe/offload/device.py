@@ -94,6 +94,11 @@ class Device(Protocol):
     ) -> Callable[[int, int], None]:
         """What puts the experts from a first one on, so many, into the layout of slots."""
 
+    def from_slots(
+        self, slots: Tensor, experts: Tensor, weights: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """What copies slots int[n] of the cache to the places of experts int[n] among all."""
+
     def complete(self, arrival: Mapping[str, Tensor]) -> None:
         """Adds what is on the device of all experts anyway."""
 

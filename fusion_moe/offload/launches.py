@@ -33,7 +33,7 @@ FAULTS[_NO_ANSWER] = Fault(
 )
 HERE = Path(__file__).parent / "kernels"
 THREADS, SUMMING = 512, 64  # of a block; of one that sums
-MOST_PARTS = 12  # of kernels/experts.cuh
+MOST_PARTS, TURNS = 12, 12  # of kernels/experts.cuh
 _SCALES = {1: 2, 2: 4, 4: 5}  # the kinds of parts there, by bytes of a scale
 CTYPES = {torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "f16"}
 CTYPES[torch.float32] = "float"
@@ -141,7 +141,7 @@ class Shape:
         nbytes = t[0].nbytes
         if order and part and part.scale is None:
             if isinstance(order, Nibbles):
-                return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0, words_of_codes(order))
+                return cls(1, nbytes, t.shape[1], t.shape[2] // 32, 0, turns_of_codes(order))
             return cls(3, nbytes, t.shape[1], t.shape[2] // COLUMNS, 0)
         if order and part and part.scale and part.of_blocks:
             each, size = scales_of_tile(part), part.dtype.itemsize
@@ -151,17 +151,21 @@ class Shape:
         return cls(0, nbytes, 0, nbytes // each, each)
 
 
-def words_of_codes(order: CodeOrder) -> tuple[int, ...]:
-    """For a code of each row i, half h and place j: what it is in a word of a tile, u32[2, 2, 2,
-    16]. Words are these, put together.
+def turns_of_codes(order: CodeOrder) -> tuple[int, ...]:
+    """How the bits of eight codes become a word of a tile: u32[2, TURNS], by how much the codes are
+    turned to the left, and which bits of that the word has. 16 h + 8 i + 4 j bits are before the
+    code of half h, row i and place j.
     """
-    places = range(8)
-    x = torch.zeros(8, 16, 2, 2, 2, dtype=torch.uint8)  # j h i
-    for place in places:
-        i, h, j = place // 4, place // 2 % 2, place % 2
-        x[place, :, j, h, i] = torch.arange(16)
-    words = order.stored(x.flatten(2)).view(torch.int32)
-    return tuple(words.flatten().tolist())
+    x = torch.zeros(32, 2, 2, 2, dtype=torch.uint8)  # j h i
+    for bit in range(32):
+        x[bit, bit // 4 % 2, bit // 16, bit // 8 % 2] = 1 << bit % 4
+    words = order.stored(x.flatten(1)).view(torch.int32).flatten().tolist()
+    kept = dict[int, int]()
+    for bit, word in enumerate(words):
+        turn = ((word & 0xFFFFFFFF).bit_length() - 1 - bit) % 32
+        kept[turn] = kept.get(turn, 0) | word
+    rest = [0] * (TURNS - len(kept))
+    return (*kept, *rest, *kept.values(), *rest)
 
 
 def scales_of_tile(part: EncodingPart) -> int:

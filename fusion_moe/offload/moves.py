@@ -170,11 +170,16 @@ class Moves:
 
     def load(self, slot: int, expert: int) -> None:
         """Copies an expert into a slot, on the current stream, by as few blocks as PCIe needs."""
-        self._load(cuda.stream(self.device), [expert, slot, 1, self.parts.address])
+        self._load(cuda.stream(self.device), [expert, slot, 1, self.parts.address, 0])
 
     def unpack(self, copies: Parts, first: int, slot: int, count: int) -> None:
         """Puts copies that are on the GPU as they are on the host into slots, from this one on."""
-        self._unpack(cuda.stream(self.device), [first, slot, count, copies.address])
+        self._unpack(cuda.stream(self.device), [first, slot, count, copies.address, 0])
+
+    def place(self, parts: Parts, pairs: Tensor) -> None:
+        """Copies what is on the GPU of experts to slots: pairs i32[2, n] has both."""
+        numbers = [0, 0, pairs.shape[1], parts.address, pairs.data_ptr()]
+        self._unpack(cuda.stream(self.device), numbers)
 
     def counted(self) -> dict[str, int]:
         """What steps did so far. Waits for them."""

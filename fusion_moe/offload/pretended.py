@@ -146,6 +146,18 @@ class Pretended:
 
         return unpack
 
+    def from_slots(
+        self, slots: Tensor, experts: Tensor, weights: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """As in `Device`."""
+
+        def place() -> None:
+            for name, t in self.slots.items():
+                to, bytes_of = weights[name], t.view(len(t), -1).view(torch.uint8)
+                to.view(len(to), -1).view(torch.uint8)[experts] = bytes_of[slots]
+
+        return place
+
     def complete(self, arrival: Mapping[str, Tensor]) -> None:
         """As in `Device`: nothing is."""
 

@@ -84,7 +84,7 @@ class Copier:
                 self._begin()
                 self._load = Kernel(launches.load(), COPYING)
             stream = torch.cuda.current_stream()
-            self._load(stream.cuda_stream, [first, 0, count, self._parts.address])
+            self._load(stream.cuda_stream, [first, 0, count, self._parts.address, 0])
             stream.synchronize()
 
     def _begin(self) -> None:

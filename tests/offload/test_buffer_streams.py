@@ -103,6 +103,13 @@ class Layer:
 
         return unpack
 
+    def from_slots(self, slots: Any, experts: Any, weights: Memory) -> Callable[[], None]:
+        def place() -> None:
+            torch.cuda.current_stream().launch(writes=[weights])
+            weights["weight"][experts] = self.slots["weight"][slots]
+
+        return place
+
     def complete(self, arrival: Memory) -> None:
         torch.cuda.current_stream().launch(writes=[arrival])
 

@@ -21,7 +21,9 @@ struct BeginStep {
         const auto found = misses.run(memory);
         if (found.copied + found.rows == 0) return;
         if (blockIdx.x >= copying) return rows.run(i32(copying), found.rows, found.ids);
-        parts->copy(found.copied, misses.cached, copying, [&](i64 i) { return found.order[i]; });
+        parts->copy(
+            found.copied, copying, [&](i64 i) { return found.order[i]; },
+            [&](i64 i) { return misses.cached + i; });
     }
 };
 

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr i32 TILE_ROWS = 16;
+constexpr i32 TILE_ROWS = 16, TURNS = 12;
 
 enum PartKind : i64 { BYTES = 0, NIBBLES = 1, SCALES = 2, CODES = 3, SCALES_2 = 4, SCALES_4 = 5 };
 
@@ -19,22 +19,22 @@ struct Part {
     i64 rows, tiles;             // tiles of a row; of BYTES, pieces of an expert
     i64 each;                    // bytes of scales of a row of a tile; of a piece: 16 or 2
     const void* table;           // what codes or scales become; null: as they are
-    // of NIBBLES: u32[2, 2, 2, 16], the part of a word that a code of row i, half h and place j
-    // makes; of SCALES, which have a byte: u8[256]. CODES have a byte too, SCALES_n n
+    // of NIBBLES: u32[2, TURNS], by how much eight codes are turned, and what of that a word has;
+    // of SCALES, which have a byte: u8[256]. CODES have a byte too, SCALES_n n
 
     // How many warps have work on an expert.
-    __device__ __forceinline__ i64 units() const {
-        if (kind == BYTES) return (tiles + PIECES - 1) / PIECES;
-        return rows / TILE_ROWS * across();
+    __device__ __forceinline__ u32 units() const {
+        if (kind == BYTES) return u32((tiles + PIECES - 1) / PIECES);
+        return u32(rows / TILE_ROWS) * across();
     }
 
     // Copies the unit-th part of an expert into a slot; a warp.
-    __device__ __forceinline__ void copy(i64 expert, i64 slot, i64 unit) const {
+    __device__ __forceinline__ void copy(i64 expert, i64 slot, u32 unit) const {
         const u8* const from = storage + expert * host_bytes;
         u8* const to = slots + slot * slot_bytes;
         if (kind == BYTES && each == 16) return bytes<uint4>(from, to, unit * PIECES);
         if (kind == BYTES) return bytes<u16>(from, to, unit * PIECES);
-        const i64 strip = unit / across();
+        const u32 strip = unit / across();
         const i32 tile = i32(unit % across()) * i32(of_codes() ? 4 : 32);
         if (kind == NIBBLES) return nibbles(from, to, strip, tile);
         if (kind == CODES) return codes(from, to, strip, tile);
@@ -56,8 +56,8 @@ struct Part {
 
     __device__ __forceinline__ bool of_codes() const { return kind == NIBBLES || kind == CODES; }
 
-    __device__ __forceinline__ i64 across() const {
-        return of_codes() ? (tiles + (tiles % 4 ? 3 : 0) + 3) / 4 : (tiles + 31) / 32;
+    __device__ __forceinline__ u32 across() const {
+        return u32(of_codes() ? (tiles + (tiles % 4 ? 3 : 0) + 3) / 4 : (tiles + 31) / 32);
     }
 
     template <class Piece>
@@ -83,6 +83,9 @@ struct Part {
         const auto here = [&](int r) { return tile_of(r) >= 0 && tile_of(r) < tiles; };
         from += (strip * TILE_ROWS + half * 8) * row_bytes + block % 4 * 8;
         to += strip * tiles * 512 + block % 4 * 16 + half * 8;
+        u32 turns[2 * TURNS];
+#pragma unroll
+        for (int i = 0; i < 2 * TURNS; ++i) turns[i] = static_cast<const u32*>(table)[i];
         uint2 row[8];
 #pragma unroll
         for (int r = 0; r < 8; ++r)
@@ -97,20 +100,17 @@ struct Part {
             const u32 upper = half ? other : mine, lower = half ? mine : other;
             if (here(r))
                 *reinterpret_cast<uint2*>(to + tile_of(r) * 512 + r * 64) =
-                    uint2{word(upper, lower, 0), word(upper, lower, 8)};
+                    uint2{word(__byte_perm(upper, lower, 0x6240), turns),
+                          word(__byte_perm(upper, lower, 0x7351), turns)};
         }
     }
 
-    // Of codes (i, h, j), which the two words i have 16 h + 4 j bits from `from` on.
-    __device__ __forceinline__ u32 word(u32 upper, u32 lower, int from) const {
-        const u32* const parts = static_cast<const u32*>(table);
+    // Of codes (h, i, j), which have 16 h + 8 i + 4 j bits before them.
+    __device__ __forceinline__ static u32 word(u32 codes, const u32* turns) {
         u32 found = 0;
 #pragma unroll
-        for (int code = 0; code < 8; ++code) {
-            const u32 row =
-                (code < 4 ? upper : lower) >> (from + 16 * (code / 2 % 2) + 4 * (code % 2));
-            found |= parts[16 * code + (row & 15)];
-        }
+        for (int i = 0; i < TURNS; ++i)
+            found |= (codes << turns[i] | codes >> (32 - turns[i]) % 32) & turns[TURNS + i];
         return found;
     }
 
@@ -190,31 +190,32 @@ struct Parts {
     i64 count;
     Part at[MOST_PARTS];
 
-    // Copies expert_of(i) into the slot first_slot + i, for all i below `experts`; by the first
-    // `blocks` blocks.
-    template <class ExpertOf>
-    __device__ __forceinline__ void copy(i64 experts, i64 first_slot, i64 blocks,
-                                         ExpertOf expert_of) const {
-        i64 each = 0;
+    // Copies expert_of(i) into slot_of(i), for all i below `experts`; by the first `blocks` blocks.
+    template <class ExpertOf, class SlotOf>
+    __device__ __forceinline__ void copy(i64 experts, i64 blocks, ExpertOf expert_of,
+                                         SlotOf slot_of) const {
+        u32 each = 0;
         for (i64 p = 0; p < count; ++p) each += at[p].units();
-        const i64 warps = blockDim.x / 32;
-        for (i64 i = blockIdx.x * warps + threadIdx.x / 32; i < experts * each;
-             i += blocks * warps) {
-            const i64 which = i / each;
-            i64 unit = i % each, p = 0;
+        const u32 warps = blockDim.x / 32, all = u32(experts) * each;
+        for (u32 i = blockIdx.x * warps + threadIdx.x / 32; i < all; i += u32(blocks) * warps) {
+            const u32 which = i / each;
+            u32 unit = i % each, p = 0;
             for (; unit >= at[p].units(); ++p) unit -= at[p].units();
-            at[p].copy(expert_of(which), first_slot + which, unit);
+            at[p].copy(expert_of(which), slot_of(which), unit);
         }
     }
 };
 
-// Copies experts that follow each other into slots that do.
+// Copies experts that follow each other into slots that do, or those of pairs.
 struct Load {
     i64 expert, slot, count;
     const Parts* parts;
+    const i32* pairs;  // i32[2, count], or null: experts and their slots
 
     __device__ __forceinline__ void run() const {
-        parts->copy(count, slot, gridDim.x, [&](i64 i) { return expert + i; });
+        parts->copy(
+            count, gridDim.x, [&](i64 i) { return pairs ? pairs[i] : expert + i; },
+            [&](i64 i) { return pairs ? pairs[count + i] : slot + i; });
     }
 };
 

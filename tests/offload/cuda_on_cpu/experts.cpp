@@ -15,7 +15,9 @@ constexpr struct {
 extern "C" {
 
 void copy(const Parts* parts, const i64* experts, i64 count, i64 first) {
-    on_threads([=] { parts->copy(count, first, 1, [=](i64 i) { return experts[i]; }); });
+    on_threads([=] {
+        parts->copy(count, 1, [=](i64 i) { return experts[i]; }, [=](i64 i) { return first + i; });
+    });
 }
 
 void load(const i64* numbers) {
