@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -36,6 +36,7 @@ from .split import Constants
 from .steps import Steps, steps_of
 
 CAPACITY = 512  # rows of experts of a step that decodes
+_PIECE = 2**24  # bytes of files that are copied at once
 
 
 class Cuda:
@@ -238,12 +239,16 @@ class Cuda:
     def fetch(self, experts: Sequence[int], arrival: Mapping[str, Tensor]) -> None:
         """As in `Device`: by the copy engine, on the current stream."""
         away = {n: t for n, t in self.storage.tensors.items() if n not in self._there}
-        copies = (
-            (arrival[n][experts[i]].data_ptr(), t[experts[i]].data_ptr(), (j - i) * t[0].nbytes)
+        copies = [
+            (arrival[n][experts[i] : experts[j - 1] + 1], t[experts[i] : experts[j - 1] + 1])
             for i, j in runs(experts)
             for n, t in away.items()
-        )
-        copy(copies, cuda.stream(self.device))
+        ]
+        if self.storage.in_files:
+            _staged(copies)
+        else:
+            numbers = ((to.data_ptr(), t.data_ptr(), t.nbytes) for to, t in copies)
+            copy(numbers, cuda.stream(self.device))
         self._long += Counters(copied=len(experts))
 
     def unpacker(
@@ -359,6 +364,24 @@ def _aligned(x: Tensor) -> Tensor:
     """x, contiguous and aligned for loads of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _staged(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies (to, from) of memory that is not pinned, on the current stream: by two pinned pieces
+    in turns. All of torch's threads fill them, where the driver would take one.
+    """
+    pieces = [
+        (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        for _ in range(2)
+    ]
+    for whole in copies:
+        parts = (t.flatten().view(torch.uint8).split(_PIECE) for t in whole)
+        for to, source in zip(*parts, strict=True):
+            piece, sent = pieces[0]
+            sent.synchronize()  # at once, if it was never recorded
+            to.copy_(piece[: len(source)].copy_(source), non_blocking=True)
+            sent.record()
+            pieces.reverse()
 
 
 def _wait(device: torch.device, process: int) -> None:
