@@ -268,19 +268,24 @@ struct LargeMTile {
         if constexpr (Segment::ADDED > 0) add(sum, tile, h);
         const Transpose transpose(tile);
         transpose.write(mainloop.epilogue_buffer(0), sum, 0);
-#pragma unroll
-        for (int row = 0; row < TILE_M; row += EPILOGUE_ROWS) {
-            if (row >= tile.work_tile.tile_m) break;
-            const int next = row + EPILOGUE_ROWS;
-            tile.sync();
-            const auto rows =
-                transpose.load(mainloop.epilogue_buffer(row / EPILOGUE_ROWS % BUFFERS));
-            if (BUFFERS == 1) tile.sync();
-            if (next < TILE_M)
-                transpose.write(mainloop.epilogue_buffer(next / EPILOGUE_ROWS % BUFFERS), sum,
-                                next);
-            transpose.store(rows, row);
-        }
+        store_rows<BUFFERS, 0>(sum, mainloop, tile, transpose);
+    }
+
+    // The same from row ROW on: a recursion, since compilers unroll a long body only so often, and
+    // a loop that is left would keep accumulators in local memory.
+    template <int BUFFERS, int ROW, class Mainloop>
+    __device__ static __forceinline__ void store_rows(
+        float (*sum)[TILE_M / 2], const Mainloop& mainloop,
+        const ConsumerTile<Segment, REPEATS_PER_RESULT>& tile, const Transpose& transpose) {
+        constexpr int NEXT = ROW + EPILOGUE_ROWS;
+        if (ROW >= tile.work_tile.tile_m) return;
+        tile.sync();
+        const auto rows = transpose.load(mainloop.epilogue_buffer(ROW / EPILOGUE_ROWS % BUFFERS));
+        if (BUFFERS == 1) tile.sync();
+        if constexpr (NEXT < TILE_M)
+            transpose.write(mainloop.epilogue_buffer(NEXT / EPILOGUE_ROWS % BUFFERS), sum, NEXT);
+        transpose.store(rows, ROW);
+        if constexpr (NEXT < TILE_M) store_rows<BUFFERS, NEXT>(sum, mainloop, tile, transpose);
     }
 
     // Adds the added (LoRA) product to the accumulators of the repeats from h on, after these have
