@@ -611,8 +611,8 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
         ]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
         assert [x.size_class for x in (high, low)] == [
-            (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0),
-            (0, 12, 1, 1, 0, 0, 0),
+            (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0, 0),
+            (0, 12, 1, 1, 0, 0, 0, 0),
         ]
         chosen = source.choose({"s0": 128}, H200)
         assert chosen.activation_reader.name == few
