@@ -20,7 +20,7 @@ from .plan import DISK, INNER, SLOTS, WORKSPACE, Layer, Model, Plan, make
 
 LINK = 5.0e10  # bytes per second that experts are copied with: PCIe 5, x16
 FLOPS = {"H100": 1.4e14, "H200": 1.9e14}  # per second, of whole steps
-_UNPACK = 7.5e11  # bytes per second of experts that the GPU puts into the layout of its kernels
+_UNPACK = 9.6e11  # bytes per second of experts that the GPU puts into the layout of its kernels
 _BUFFERS = 3  # each as large as a layer's experts
 _ADAM = 16  # bytes of a factor: it, its gradient and two moments, in float32
 _ADAM_8BIT = 10  # moments in 8 bits
