@@ -179,7 +179,8 @@ class SmallM(OnGpus):
         in flight.
         """
         packed = (self.in_flight + self.batch) * self.tiles_per_warp * of.tile_bytes // 128
-        sums_and_rows = (4 * self.tiles_per_warp + 16) * self.tiles_m
+        rows = 32 if self.row_order and self.in_flight >= 3 else 16  # as kernels/small_m.cuh
+        sums_and_rows = (4 * self.tiles_per_warp + rows) * self.tiles_m
         registers = min(255, arch.registers // (self.threads * self.per_sm))
         return (
             of.kind == "fprop"
@@ -402,6 +403,7 @@ M8 = (
     SmallM(1, 1, 4, 2, 2, 4),
     SmallM(1, 1, 8, 1, 3, 4),
     SmallM(1, 1, 1, 4, 4, 4, row_order=True),
+    SmallM(1, 1, 1, 3, 1, 6, row_order=True, most_k=3072),
     SmallM(1, 1, 1, 1, 3, 6, row_order=True),
 )
 M16 = (

@@ -36,15 +36,22 @@ class SmallM {
     static constexpr int K_BLOCKS = (Segment::K + 63) / 64;
     static constexpr int BUFFERS = IN_FLIGHT + BATCH;  // K blocks that a lane has weights of
 
+    // K blocks that activations are requested ahead. In row order a warp has all of K, and few
+    // others beside it.
+    static constexpr int AHEAD = ROW_ORDER && IN_FLIGHT >= 3 ? 3 : 1, ROW_BUFFERS = AHEAD + 1;
+
     // K blocks after which all is in the same registers again: buffers come round, loads begin,
     // activations alternate.
     __device__ static constexpr int unroll(int n) {
-        return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS);
+        return n % BATCH == 0 && n % ROW_BUFFERS == 0 ? n : unroll(n + BUFFERS);
     }
     static constexpr int UNROLL = unroll(BUFFERS);
     // Whether activations are requested before others may start. The compiler puts the first use
     // of weights, which waits for memory, before loads that follow there. It pays with few tiles.
     static constexpr bool ROWS_FIRST = IN_FLIGHT == 2 && TILES_PER_WARP == 1;
+    // Whether others may start only when the products are done. With long K the next product may
+    // have few blocks, and they would crowd where multiprocessors are free first.
+    static constexpr bool LAUNCHES_LATE = ROW_ORDER && Segment::K >= 4096;
 
     static constexpr bool SPLITS_LAST_WAVE =
         WAVE > 0 && 2 * SPLIT_K <= WARPS&& WEIGHT_TILES % (2 * Segment::BLOCK_TILES) ==
@@ -62,8 +69,8 @@ class SmallM {
     const Segment& s;
     Weights readers[TILES_PER_WARP];
     Packed packed[BUFFERS][TILES_PER_WARP];
-    const u8* x[TILES_M];  // where the activations of a lane lie; those of two K blocks, in halves
-    uint4 activations[2][TILES_M][2];
+    const u8* x[TILES_M];  // where the activations of a lane lie; those of K blocks, in halves
+    uint4 activations[ROW_BUFFERS][TILES_M][2];
     bool in_range[TILES_M];
     i32 k_left;
 
@@ -107,11 +114,12 @@ class SmallM {
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous)
             griddepcontrol_wait();
         if (ROWS_FIRST && in_group) tile.prefetch_activations(m_tile, size_class.routes);
-        griddepcontrol_launch_dependents();
+        if (!LAUNCHES_LATE) griddepcontrol_launch_dependents();
         if (in_group) {
             mark_tile(threadIdx.x == 0, false);
             if (!ROWS_FIRST) tile.prefetch_activations(m_tile, size_class.routes);
             tile.multiply(partials);
+            if (LAUNCHES_LATE) griddepcontrol_launch_dependents();
             __syncthreads();
             Epilogue::store(s, m_tile, column, partials);
             mark_tile(threadIdx.x == 0, true);
@@ -167,11 +175,14 @@ class SmallM {
             in_range[t] = m < m_tile.end;
             x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first, routed)) +
                    begin() * 128 + lane_column() * 32;
-            activations[0][t][0] = activations[0][t][1] = activations[1][t][0] =
-                activations[1][t][1] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int u = 0; u < ROW_BUFFERS; ++u)
+                activations[u][t][0] = activations[u][t][1] = make_uint4(0, 0, 0, 0);
         }
         k_left = Segment::K - 64 * begin() - 16 * lane_column();
-        if (count() > 0) load_activations(0);
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u)
+            if (u < count()) load_activations(u);
     }
 
     // The activations of K block u; zeros where K ends before them.
@@ -181,15 +192,15 @@ class SmallM {
         for (int t = 0; t < TILES_M; ++t) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (!there) activations[u % 2][t][half] = make_uint4(0, 0, 0, 0);
-                load_if(activations[u % 2][t][half], x[t] + 128 * u + 16 * half,
+                if (!there) activations[u % ROW_BUFFERS][t][half] = make_uint4(0, 0, 0, 0);
+                load_if(activations[u % ROW_BUFFERS][t][half], x[t] + 128 * u + 16 * half,
                         in_range[t] && there);
             }
         }
     }
 
     // Multiplies by K block u of the unrolled ones, of which `left` are left before the first;
-    // loads the activations of the next, and weights further on.
+    // loads activations and weights further on.
     __device__ __forceinline__ void step(float (&sum)[TILES_PER_WARP][TILES_M][4], int u,
                                          i32 left) {
 #pragma unroll
@@ -199,10 +210,10 @@ class SmallM {
                 if (u % BATCH == 0 && next < left)
                     packed[next % BUFFERS][r] = readers[r].load(next);
         }
-        if (u + 1 < left) load_activations(u + 1);
+        if (u + AHEAD < left) load_activations(u + AHEAD);
 #pragma unroll
         for (int r = 0; r < TILES_PER_WARP; ++r)
-            multiply(sum[r], packed[u % BUFFERS][r], activations[u % 2]);
+            multiply(sum[r], packed[u % BUFFERS][r], activations[u % ROW_BUFFERS]);
         __syncwarp();
     }
 
