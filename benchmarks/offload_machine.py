@@ -138,7 +138,7 @@ def copies(state: dict[str, Any]) -> None:
     for blocks in (8, 16, 32):
         kernel = launches.Kernel(launches.load(), blocks)
         for name, parts in (("plain", plain), ("tiled", tiled)):
-            load = partial(by_kernel, kernel, [0, 0, state["count"], parts.address])
+            load = partial(by_kernel, kernel, [0, 0, state["count"], parts.address, 0])
             tell(f"kernel_{name}_{blocks}_GB_s", round(nbytes / seconds(load, 3) / 1e9, 1))
         state[f"load_{blocks}"] = load
     right = []
