@@ -65,7 +65,12 @@ def ahead(builds: Callable[[], Iterable[Build]]) -> None:
     none begins.
     """
     run = contextvars.copy_context().run
-    threading.Thread(target=run, args=(_ahead, builds), name="fusion_moe compile ahead").start()
+    threading.Thread(
+        target=run,
+        args=(_ahead, builds),
+        name="fusion_moe compile ahead",
+        daemon=False,  # also where autograd's threads, daemons to Python, run a backward pass
+    ).start()
 
 
 def _ahead(builds: Callable[[], Iterable[Build]]) -> None:

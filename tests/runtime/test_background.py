@@ -142,3 +142,18 @@ def test_the_exit_waits_for_none_that_may_be_needed():
     assert set(ran.stdout.split()) <= {"ends"}
     assert len(ran.stdout.split()) < 500
     assert not ran.stderr
+
+
+def test_the_exit_waits_for_what_has_begun():
+    """Also from a daemon, as a thread of autograd that runs a backward pass is to Python."""
+    source = (
+        "import threading, time\nfrom fusion_moe.runtime import background\n"
+        "begun = threading.Event()\n"
+        "def work():\n    begun.set(); time.sleep(0.3); print('ends', flush=True)\n"
+        "call = lambda: background.ahead(lambda: [(0, work)])\n"
+        "threading.Thread(target=call, daemon=True).start()\nbegun.wait()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("ends\n", "")
