@@ -56,9 +56,10 @@ def addresses(engine: Engine) -> dict[str, int]:
 
 def measured(engine: Engine, config: dict[str, Any], form: str) -> Iterator[tuple[str, Any]]:
     """Of two sets of parameters, in turn: old weights, those of one set, of the other, of the first
-    again.
+    again. Each form has its own.
     """
-    sets = [[*models.parameters(config, seed, form)] for seed in (1, 2)]
+    first = 2 * FORMS.index(form)
+    sets = [[*models.parameters(config, first + i, form)] for i in (1, 2)]
     size = sum(t.nbytes for _, t in sets[0]) / 1e9
     answers, where, found = [said(engine)], addresses(engine), list[dict[str, Any]]()
     for i in 0, 1, 0:
