@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backends.cuda.launch import headers
 from ..encodings import CodeOrder, Encoding, Part as EncodingPart
 from ..encodings.orders import USUAL, Nibbles
-from ..errors import WorkerError
+from ..errors import UnsupportedError, WorkerError
 from ..layouts.w16x64 import COLUMNS
 from ..runtime import cuda, nvrtc
 from ..runtime.faults import FAULTS, Fault
@@ -154,18 +154,28 @@ class Shape:
 def turns_of_codes(order: CodeOrder) -> tuple[int, ...]:
     """How the bits of eight codes become a word of a tile: u32[2, TURNS], by how much the codes are
     turned to the left, and which bits of that the word has. 16 h + 8 i + 4 j bits are before the
-    code of half h, row i and place j.
+    code of half h, row i and place j. UnsupportedError for an order that does more than move bits.
     """
-    x = torch.zeros(32, 2, 2, 2, dtype=torch.uint8)  # j h i
-    for bit in range(32):
-        x[bit, bit // 4 % 2, bit // 16, bit // 8 % 2] = 1 << bit % 4
-    words = order.stored(x.flatten(1)).view(torch.int32).flatten().tolist()
+    codes, shifts = torch.arange(16), torch.arange(4)
+    x = torch.zeros(8, 16, 2, 2, 2, dtype=torch.uint8)  # j h i
+    for place in range(8):
+        x[place, :, place % 2, place // 4, place // 2 % 2] = codes
+    words = order.stored(x.flatten(2)).view(torch.int32).long().view(8, 16) & 0xFFFFFFFF
+    bits = words[:, 1 << shifts]
     kept = dict[int, int]()
-    for bit, word in enumerate(words):
-        turn = ((word & 0xFFFFFFFF).bit_length() - 1 - bit) % 32
+    for bit, word in enumerate(bits.flatten().tolist()):
+        turn = (word.bit_length() - 1 - bit) % 32
         kept[turn] = kept.get(turn, 0) | word
+    moved = (bits[:, None] * (codes[:, None] >> shifts & 1)).sum(-1)
+    if (bits & bits - 1).any() or not moved.equal(words) or len(kept) > TURNS:
+        raise UnsupportedError(
+            f"codes in the order {order}",
+            expected=f"one that moves bits, by at most {TURNS} distances",
+            where="offload",
+        )
     rest = [0] * (TURNS - len(kept))
-    return (*kept, *rest, *kept.values(), *rest)
+    signed = [word - (word >> 31 << 32) for word in kept.values()]
+    return (*kept, *rest, *signed, *rest)
 
 
 def scales_of_tile(part: EncodingPart) -> int:

@@ -23,7 +23,15 @@ import fusion_moe
 from fusion_moe import backends
 from fusion_moe.bodies.autograd import Step
 from fusion_moe.encodings import ENCODINGS, quantize
-from fusion_moe.errors import BuildError, DtypeError, GroupsError, PinError, WorkerError
+from fusion_moe.encodings.orders import Nibbles
+from fusion_moe.errors import (
+    BuildError,
+    DtypeError,
+    GroupsError,
+    PinError,
+    UnsupportedError,
+    WorkerError,
+)
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn import Experts
 from fusion_moe.offload import Plan, cuda, launches, moves, offload, offload_, pinned
@@ -220,6 +228,18 @@ def test_what_is_wrong_is_told():
     with pytest.raises(GroupsError):
         found(*tokens(40)[:1], torch.full((40, 3), E), tokens(40)[2])  # a long one, at once
     assert torch.equal(found(x, ids, w), plain(x, ids, w))
+
+
+class Opposite(Nibbles):
+    """Its codes are stored with all bits the other way."""
+
+    def packed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().packed(15 - x)
+
+
+def test_an_order_that_changes_codes_is_refused():
+    with pytest.raises(UnsupportedError, match="moves bits"):
+        launches.turns_of_codes(Opposite())
 
 
 def test_a_worker_that_fails_is_an_error_and_the_rest_is_right():
