@@ -418,10 +418,11 @@ __device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
     return group < u64(groups) ? i32(group) : groups;
 }
 
+constexpr int SMALL_M_WARPS = 8;  // of a block, at most
+
 // Of up to 32 ids, the token of each sorted row, for the warp that has sorted them.
 __device__ __forceinline__ i32* sorted_tokens() {
-    constexpr int WARPS = 8;  // most of a small-M kernel
-    __shared__ i32 tokens[WARPS][32];
+    __shared__ i32 tokens[SMALL_M_WARPS][32];
     return tokens[threadIdx.x / 32];
 }
 

@@ -31,6 +31,7 @@ class SmallM {
     template <class, int, int, int, int, int, int, int, bool>
     friend class SmallM;
 
+    static_assert(WARPS <= SMALL_M_WARPS);
     static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M,
                          WEIGHT_TILES = TILES_PER_WARP * SPLIT_N;
     static constexpr int K_BLOCKS = (Segment::K + 63) / 64;
