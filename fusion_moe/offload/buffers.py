@@ -174,6 +174,8 @@ class Buffers:
         """Copies the experts that are in slots, on the device; returns which ones."""
         expert_map = layer.device.expert_map
         there, before = (expert_map >= 0).nonzero().flatten(), self._slots.get(layer.key[0])
+        if not len(there):
+            return there  # nothing to launch
         if before is None or not before[0].equal(expert_map):
             place = layer.device.from_slots(expert_map[there].long(), there, self._weights)
             before = self._slots[layer.key[0]] = expert_map.clone(), place

@@ -171,6 +171,7 @@ def turns_of_codes(order: CodeOrder) -> tuple[int, ...]:
         raise UnsupportedError(
             f"codes in the order {order}",
             expected=f"one that moves bits, by at most {TURNS} distances",
+            todo="keep its experts on the device",
             where="offload",
         )
     rest = [0] * (TURNS - len(kept))

@@ -62,8 +62,7 @@ class CallArrays:
     """The arrays of a call by number: inputs, outputs that are made, inner arrays.
 
     places: for each part, the numbers of its struct's arrays, and of the ids that the part before
-    has routed; inner: the arrays after inputs and
-    outputs; numbers: by value of the call.
+    has routed; inner: the arrays after inputs and outputs; numbers: by value of the call.
     """
 
     places: tuple[tuple[int, ...], ...]
