@@ -79,7 +79,7 @@ class Buffers:
             at = _Arrival(tensors, device.unpacker(tensors, self._weights))
             self._free.append(_Arriving((-1, -1), (), at, Future()))
         self._side = torch.cuda.Stream(device.on) if device.on.type == "cuda" else None
-        self._thread = None if device.copies_itself else ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1)  # for layers whose devices do not copy by themselves
         self._turns = Turns(device.on)
         self._arriving = list[_Arriving]()  # in this order
         self._key: tuple[int, int] | None = None  # of the layer in `weights`, of which
@@ -134,7 +134,7 @@ class Buffers:
         at = self._free.pop(0).at
         if self._side:
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        if self._thread:
+        if not layer.device.copies_itself:
             done = self._thread.submit(self._copy, layer, away, at)
         else:
             done = Future[Any]()

@@ -93,6 +93,8 @@ class Layer:
         return Memory()
 
     def fetch(self, experts: Sequence[int], arrival: Memory) -> None:
+        asked = threading.current_thread() is threading.main_thread()
+        assert asked == self.copies_itself  # nobody waits while a host reads
         torch.cuda.current_stream().launch(writes=[arrival])
         arrival["weight"][[*experts]] = float(self.key[0])
 
@@ -147,8 +149,8 @@ def multiply(buffers: Buffers, layer: Layer, named: Collection[int]) -> None:
 def train(streams: Any, seed: int) -> None:
     """Steps of a model, with or without checkpoints, on one stream or two, in one order or many."""
     drawn = random.Random(seed)
-    slots, copies_itself, other = drawn.choice((0, 2, E)), drawn.random() < 0.6, Stream()
-    layers = [Layer(i + 1, slots, copies_itself) for i in range(drawn.randint(1, 7))]
+    slots, other, by_itself = drawn.choice((0, 2, E)), Stream(), drawn.choice((0, 0.5, 1))
+    layers = [Layer(i + 1, slots, drawn.random() < by_itself) for i in range(drawn.randint(1, 7))]
     buffers = Buffers(layers[0])
     for _ in range(drawn.randint(1, 5)):
         if drawn.random() < 0.2:

@@ -157,7 +157,8 @@ def test_encodings_and_biases(name):
 def test_copies_are_ahead_of_their_use_and_none_where_passes_turn(monkeypatch):
     _, found = both(slots=2)
     buffers = found.layers[0].layer_buffers
-    monkeypatch.setattr(buffers, "_thread", None)  # copies are made when they are asked for
+    for layer in found.layers:  # copies are made when they are asked for
+        monkeypatch.setattr(layer.device, "copies_itself", True)
     number = {layer.device: i for i, layer in enumerate(found.layers)}
     own, hold, used, copied = Pretended.fetch, buffers.hold, list[int](), list[tuple[int, int]]()
 
