@@ -5,12 +5,14 @@ compute what they did before, bit for bit.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch
 pytest.importorskip("transformers")
 
 from files import MADE
+from safetensors import SafetensorError
 from tiny_qwen3 import qwen3_moe
 from transformers import AutoModelForCausalLM
 
@@ -200,6 +203,30 @@ def test_short_memory(slots, disk, want, tmp_path_factory):
         assert from_pretrained(saved)(IDS).logits.equal(want)
     model = from_pretrained(MADE / NAME, max_memory=memory | {"cpu": "1GB"}, **more)
     assert stored(model) == [False]
+
+
+def test_a_checkpoint_that_changes_while_its_experts_are_read(
+    disk, want, tmp_path_factory, monkeypatch
+):
+    """An error before any step; when it is whole again, it may go there."""
+    source = tmp_path_factory.mktemp("source")
+    shutil.copytree(MADE / NAME, source, dirs_exist_ok=True)
+    file, free = source / "model.safetensors", folder.free
+    whole = file.read_bytes()
+    how = {"max_memory": {"pretended": room(3), "cpu": 100}, "experts_device": "auto"}
+    how |= {"kv_tokens": 16, "offload_folder": disk}
+
+    def shorter(*args: Any) -> int:
+        os.truncate(file, len(whole) // 2)
+        return free(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "free", shorter)
+        with pytest.raises(SafetensorError, match="not fully covered"):
+            from_pretrained(source, **how)
+    assert list(disk.iterdir()) == []
+    file.write_bytes(whole)
+    assert from_pretrained(source, **how)(IDS).logits.equal(want)
 
 
 def test_short_memory_of_a_loaded_model(disk, want):
