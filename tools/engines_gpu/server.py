@@ -302,9 +302,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48, help="how many; default: %(default)s")
     parser.add_argument("--longest", type=int, default=1600, help="tokens of a prompt")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of the server")
-    given = parser.parse_args()
+    # argparse ends at a "--", which `fusion-moe serve` has before options of transformers
+    at = [*sys.argv, "--options"].index("--options")
+    given, options = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the server ends
-    with serving(given.engine, given.model, given.port, *given.options) as server:
+    with serving(given.engine, given.model, given.port, *options) as server:
 
         def keep(found: dict[str, Any]) -> None:
             log = Path(server.log.name).read_text(errors="replace")
