@@ -222,17 +222,18 @@ def check_problem(
         end, padded = end + m, padded + ceil_to(m, align)
 
 
-def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
+def check_permutation(slots: Tensor, rows: int) -> None:
     """Raises unless integer slots [...] name each of `rows` rows exactly once. Reads them, so it
     waits for the device.
 
     GroupsError with the first fault.
     """
-    check_slots(slots, rows, name)
+    check_slots(slots, rows)
     counts = torch.bincount(slots.flatten().long(), minlength=rows)
     if (counts != 1).any():
         raise GroupsError(
-            f"{name} contains row {int((counts != 1).nonzero()[0])} {counts[counts != 1][0]} times",
+            f"slot_of contains row {int((counts != 1).nonzero()[0])} "
+            f"{counts[counts != 1][0]} times",
             expected=f"each row from 0 to {rows - 1} exactly once",
             todo="pass slot_of as fusion_moe::route returns it",
         )

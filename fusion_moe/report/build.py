@@ -199,7 +199,9 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         replace(_segment(id, i, lowered, m, env, wanted), measured=measured)
         for i, (m, measured) in enumerate(zip(results, times, strict=True))
     )
-    makers_ = {v: s.id for x, s in zip(lowered.segments, segments, strict=True) for v in x.outputs}
+    makers_ = {
+        v: s.id for x, s in zip(lowered.segments, segments, strict=True) for v in x.fusion.outputs
+    }
     return FusionReport(
         id,
         len(places),
@@ -244,7 +246,7 @@ def _segment(
         after=tuple(
             f"{fusion}.{j}"
             for j, s in enumerate(lowered.segments)
-            if set(s.outputs) & set(segment.inputs)
+            if set(s.fusion.outputs) & set(segment.fusion.inputs)
         ),
         boundary=segment.boundary,
         ir=text(program),

@@ -174,9 +174,9 @@ class Watched:
         values: dict[Value, Any] = dict(zip(self.program.fusion.inputs, taken, strict=True))
         calls: list[_Call] = []
         for kernel in self.program.kernels:
-            inputs = [values[v] for v in kernel.segment.inputs]
+            inputs = [values[v] for v in kernel.segment.fusion.inputs]
             # the first call builds the kernel
-            values.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))
+            values.update(zip(kernel.segment.fusion.outputs, kernel(inputs, env), strict=True))
             read = cost.bytes_read(kernel.segment.fusion, env, used)
             calls.append((partial(kernel, inputs, env), inputs, read))
         ways = self._ways(tensors, env, cost.bytes_read(self.program.fusion, env, used))

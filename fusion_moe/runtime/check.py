@@ -252,8 +252,8 @@ def _run(
     for s in segments:
         results.update(
             zip(
-                s.outputs,
-                s.fusion.evaluate(*(results[v] for v in s.inputs), sizes=env),
+                s.fusion.outputs,
+                s.fusion.evaluate(*(results[v] for v in s.fusion.inputs), sizes=env),
                 strict=True,
             )
         )

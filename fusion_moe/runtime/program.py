@@ -203,7 +203,7 @@ class Program:
     @cached_property
     def _inner_ends(self) -> tuple[Value, ...]:
         """These, if they are passed from one kernel to another, and are no output."""
-        passed = {v for kernel in self.kernels for v in kernel.segment.inputs}
+        passed = {v for kernel in self.kernels for v in kernel.segment.fusion.inputs}
         known = (*self.fusion.inputs, *self.fusion.outputs)
         return tuple(v for v in (self.ends,) if v in passed and v not in known and v.type.ends)
 
@@ -236,7 +236,9 @@ class Program:
         results: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             with (
-                nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors))
+                nullcontext()
+                if kernel.segment.fusion.inputs
+                else _making_tensors_on(_device_of(tensors))
             ):
                 self._launch(i, kernel, results, env, also)
         outputs = [
@@ -255,7 +257,7 @@ class Program:
         env: Mapping[str, int],
         kept: Sequence[Value],
     ) -> None:
-        inputs = [values[v] for v in kernel.segment.inputs]
+        inputs = [values[v] for v in kernel.segment.fusion.inputs]
         options.log("launch", "segment %d [%s, %s]", i, kernel.segment.kind, kernel.backend)
         if self.checked:
             outputs = check.checked(i, kernel, inputs, env, self.dumped)
@@ -264,14 +266,14 @@ class Program:
             profiled = profiler._is_profiler_enabled
             with profiler.record_function(name) if profiled else nullcontext():
                 outputs = kernel(inputs, env)
-        values.update(zip(kernel.segment.outputs, outputs, strict=True))
-        for v in kernel.segment.inputs:
+        values.update(zip(kernel.segment.fusion.outputs, outputs, strict=True))
+        for v in kernel.segment.fusion.inputs:
             if self._last_reader[v] == i and v not in (*self.fusion.outputs, *kept):
                 del values[v]
 
     @cached_property
     def _last_reader(self) -> Mapping[Value, int]:
-        return {v: i for i, kernel in enumerate(self.kernels) for v in kernel.segment.inputs}
+        return {v: i for i, kernel in enumerate(self.kernels) for v in kernel.segment.fusion.inputs}
 
     @cached_property
     def _copied(self) -> tuple[bool, ...]:

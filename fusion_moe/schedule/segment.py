@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import schedule
-from ..ir import Fusion, Op, Value
+from ..ir import Fusion, Op
 from ..target import Target
 from .pieces import Pieces
 from .plan import REFERENCE, Plan, Planner, Refusal
@@ -22,14 +22,12 @@ SINGLE = "single"  # the kind of an operation that no scheduler accepts
 
 @dataclass(frozen=True)
 class Segment:
-    """The work of one kernel: a Fusion like any other. inputs and outputs are values of the whole
-    Fusion; boundary: why it starts there.
+    """The work of one kernel: a Fusion like any other, of values of the whole one. boundary: why it
+    starts there.
     """
 
     fusion: Fusion
     plan: Plan
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
     boundary: str = ""
 
     @property
@@ -92,7 +90,7 @@ class _Split:
         fusion, plan = self._plan(pieces, ops)
         if isinstance(plan, Refusal):
             plan = on_reference(fusion, self.target, plan.why)
-        return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
+        return Segment(fusion, plan, pieces.boundary(ops))
 
     def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
         """Takes operations out of a refused piece: the one that the backend named, if it has a

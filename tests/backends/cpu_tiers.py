@@ -116,7 +116,7 @@ def check_segments(fusion: Fusion, tier: str, inputs, compiled: Program | None =
     env = fusion.bind(inputs)
     made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
     for kernel in compiled.kernels:
-        args = [made[v] for v in kernel.segment.inputs]
+        args = [made[v] for v in kernel.segment.fusion.inputs]
         want, found = kernel.segment.plan.fusion.evaluate(*args, sizes=env), kernel(args, env)
         assert not list(differences(kernel.segment.plan.fusion, args, found, want, "cpu"))
-        made.update(zip(kernel.segment.outputs, want, strict=True))
+        made.update(zip(kernel.segment.fusion.outputs, want, strict=True))

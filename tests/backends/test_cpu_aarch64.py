@@ -184,12 +184,12 @@ def test_emulated(name, tmp_path):
     for kernel in program.kernels:
         assert compiled(compiler(), kernel.source, tmp_path, "segment").returncode == 0
         assert link(tmp_path, "segment", "product", "main").returncode == 0
-        inputs = [made[v] for v in kernel.segment.inputs]
+        inputs = [made[v] for v in kernel.segment.fusion.inputs]
         found, wanted = (
             emulated(kernel, inputs, env, tmp_path),
             kernel.segment.plan.fusion.evaluate(*inputs, sizes=env),
         )
-        made.update(zip(kernel.segment.outputs, found, strict=True))
+        made.update(zip(kernel.segment.fusion.outputs, found, strict=True))
         for got, want in zip(found, wanted, strict=True):
             if want.dtype in (torch.float32, torch.bfloat16):
                 eps = torch.finfo(want.dtype).eps

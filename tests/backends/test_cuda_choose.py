@@ -129,6 +129,10 @@ def layer(change: str) -> Fusion:
     up = fd.ops.cast(
         fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), weights[0], ends), dtype="bf16"
     )
+    if change == "tokens added":
+        up = fd.ops.add(up, fd.ops.index_select(x, row_of, dim=0))
+    elif change == "a first bias":
+        up = fd.ops.group_add(up, bias, ends)
     rows, of_rows = up, ends
     if change == "other rows":
         rows = fd.ops.index_select(up, fd.ops.invert(slot_of, rows=up.type.shape[0]), dim=0)
@@ -277,6 +281,8 @@ def test_a_choice_reads_well(golden):
     [
         ("nothing", True),
         ("a bias", True),
+        ("a first bias", True),
+        ("tokens added", False),
         ("first stored", True),
         ("other rows", False),
         ("other groups", False),

@@ -1,6 +1,6 @@
 """Rules that choose the scales of blocks: the best of their candidates, counted in float64."""
 
-from functools import partial
+from functools import cache, partial
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,7 @@ from fusions import ODD_SCALES, assert_same_bits, weights_to_round
 from hypothesis import given, strategies as st
 
 from fusion_moe import options
+from fusion_moe.backends.cpu import blocks
 from fusion_moe.backends.cpu.blocks import CPUBlockKernels
 from fusion_moe.encodings import (
     FP8,
@@ -27,8 +28,10 @@ from fusion_moe.encodings import (
 from fusion_moe.encodings.convert import quantize_weight
 from fusion_moe.encodings.e2m1 import E2M1
 from fusion_moe.errors import NonFiniteError
+from fusion_moe.messages import warn
 from fusion_moe.nn.frozen.base import _program
 from fusion_moe.runtime import isa
+from fusion_moe.runtime.build import LibrarySource
 
 OFFSETS = {"mse": (0, *range(-5, 0), *range(1, 7))}
 RULES = [(NVFP4, "four_over_six"), (NVFP4, "mse"), (MXFP4, "mse")]
@@ -179,6 +182,24 @@ def test_odd_numbers_and_scales_have_one_result(encoding, rule, monkeypatch):
                     for i, m in enumerate(x)
                 ]
             assert_same_bits([torch.stack(parts) for parts in zip(*each, strict=True)], [*want])
+
+
+@pytest.mark.compiler
+def test_kernels_that_do_not_compile_are_said_once(monkeypatch, caplog):
+    """With what the compiler says; plain torch then computes the same."""
+    text = "int missing = nothing;"
+    monkeypatch.setattr(blocks, "blocks_source", lambda level: LibrarySource(text, "blocks", level))
+    monkeypatch.setattr(warn, "_said", set())
+    monkeypatch.setattr(blocks, "_library", cache(blocks._library.__wrapped__))
+    x = weight()
+    found = [quantize(x, NVFP4, scales="mse") for _ in range(2)]
+    (said,) = caplog.messages
+    assert said.startswith("scales are searched by torch, ")
+    assert "blocks does not compile" in said
+    assert "error: " in said
+    monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda *_: None)
+    for made in found:
+        assert_same_bits([*made], [*quantize(x, NVFP4, scales="mse")])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -251,7 +251,7 @@ def test_four_bit_products_are_refused_before_launch():
         match=r"sm_100 requires compute capability 10.0, "
         r"cuda:0 has 9.0",
     ):
-        kernel([given[v] for v in segment.inputs], {})
+        kernel([given[v] for v in segment.fusion.inputs], {})
     with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on sm_90"), nvfuser():
         ops.nvfp4_grouped_mm(*args, activation_format="nvfp4")
     assert torch.zeros(1).cuda().item() == 0  # the context is alive

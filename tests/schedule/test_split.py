@@ -51,8 +51,8 @@ def run_segments(fusion: Fusion, target: Target, *inputs):
     for segment in split(fusion, target):
         segment.fusion.verify()
         env = fusion.bind(inputs)
-        outputs = segment.fusion.evaluate(*(made[v] for v in segment.inputs), sizes=env)
-        made.update(zip(segment.outputs, outputs, strict=True))
+        outputs = segment.fusion.evaluate(*(made[v] for v in segment.fusion.inputs), sizes=env)
+        made.update(zip(segment.fusion.outputs, outputs, strict=True))
     return tuple(made[v] for v in fusion.outputs)
 
 
@@ -96,7 +96,7 @@ def test_ends_of_a_problem_are_copied_into_each_segment(target, is_output):
     assert len(products) == 2
     for segment in products:
         assert "problem_ends" in [op.kind.name for op in segment.fusion.ops]
-        assert not any(v.type.ends for v in (*segment.inputs, *segment.outputs))
+        assert not any(v.type.ends for v in (*segment.fusion.inputs, *segment.fusion.outputs))
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=g).bfloat16() for shape in ((12, n), (4, n, n))]
     inputs += [
@@ -124,8 +124,8 @@ def test_segments_are_a_partition(fusion):
     assert set(seen) == {op for op in fusion.ops if not op.kind.view}
     made = set(fusion.inputs)
     for s in found:
-        assert made.issuperset(s.inputs)
-        made.update(s.outputs)
+        assert made.issuperset(s.fusion.inputs)
+        made.update(s.fusion.outputs)
         assert s.plan.backend == "reference" or s.kind == schedule.find(s.fusion, CPU).NAME
         if products(s.fusion):
             assert all(
@@ -137,9 +137,9 @@ def test_segments_are_a_partition(fusion):
 @given(programs())
 def test_every_boundary_has_a_reason(fusion):
     found = split(fusion, CPU)
-    made = {v for s in found for v in s.outputs}
+    made = {v for s in found for v in s.fusion.outputs}
     for s in found:
-        assert bool(s.boundary) == any(v in made for v in s.inputs)
+        assert bool(s.boundary) == any(v in made for v in s.fusion.inputs)
 
 
 @given(programs())

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...encodings import Element, real_tensors
 from ...encodings.e2m1 import E2M1
 from ...errors import BuildError
+from ...messages import warn_once
 from ...runtime import build, isa
 from .readers import blocks_source
 
@@ -114,8 +115,9 @@ def _numbers(element: Element) -> _Numbers | None:
 
 @cache
 def _library(isa_level: str) -> ctypes.CDLL | None:
-    """None where it cannot be compiled."""
+    """None where it cannot be compiled, with a warning."""
     try:
         return build.library(blocks_source(isa_level))
-    except BuildError:
+    except BuildError as error:
+        warn_once(f"scales are searched by torch, which takes ten times as long: {error}")
         return None

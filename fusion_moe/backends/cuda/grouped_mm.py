@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from ...arch import Arch
 from ...errors import UnsupportedError
-from ...ir import AnySize, Op, Value, elements, exact_div, plain, value
+from ...ir import AnySize, Op, Value, elements, exact_div, made_again, plain, value
 from ..cxx import (
     Elements,
     Epilogue,
     Index,
     ProductPlan,
     Variable,
+    base_of,
     inner,
     is_made_first,
     size,
@@ -38,6 +38,8 @@ LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh, which sum
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _USUAL_ROWS = 40  # rows of a group for which kernels that can get any number are chosen
+# roles of operations that a tile computes from the group it is of, not from ends
+_BY_GROUP = ("view", "per_group")
 _MAX_IDS = 32  # up to this many, each warp sorts ids itself instead of waiting for `route`
 _UNBOUNDED = 2**31 - 1  # rows, as kernels/ragged.cuh has it
 # the most for which registers and shared memory suffice, if all blocks know where groups begin
@@ -298,7 +300,7 @@ class ByVariants(PlannedSource):
             variant.call(arch),
             variant.name,
             [
-                *self._row(reader, reads, "" if variant.persistent else ", bool routed"),
+                *self._row(reader, reads),
                 *(large_m if variant.persistent else self._find(ids)),
             ],
             0,
@@ -390,9 +392,9 @@ class ByVariants(PlannedSource):
         assert self.matrix is not None
         return f"fragment_piece({self.names[self.matrix]}, i)"
 
-    def _row(self, variant: Variant, reads_fragment_order: bool, routed: str = "") -> list[str]:
-        """The types of both operands, and where the product reads a row of activations. routed: a
-        parameter that says whether its kernel has routed.
+    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
+        """The types of both operands, and where the product reads a row of activations; in C++,
+        routed: whether its kernel has sorted ids.
         """
         name = (
             self.names[self.matrix]
@@ -405,11 +407,15 @@ class ByVariants(PlannedSource):
             f"using Weights = {self.reader.of(self.dtype)};",
         ]
         lines = [*self._row_lines, f"return {name} + {self._matrix_row} * K;"]
-        if routed and self.routing_of_few:
-            rows = self.names[self.routing_of_few.outputs[1]]
+        if op := self.routing_of_few:
+            rows = self.names[op.outputs[1]]
             lines.insert(0, f"const i32* {rows} = routed ? sorted_tokens() : this->{rows};")
         body = inner(lines)
-        row = [f"__device__ const {self.dtype}* row(i64 m{routed}) const {{", *body, "}"]
+        row = [
+            f"__device__ const {self.dtype}* row(i64 m, bool routed = false) const {{",
+            *body,
+            "}",
+        ]
         return ["", *types, *row, *(["", *self.stores] if self.stores else [])]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
@@ -471,9 +477,11 @@ class ByVariants(PlannedSource):
         alone = op and [o for o in self.fusion.ops if is_made_first(o)] == [op]
         if not (alone and op and self._knows_ids and self.matrix) or plan.combine or plan.sums:
             return None
-        read = " ".join([*added.functions(self, plan), *self._results])
-        routed = "|".join(self.names[v] for v in op.outputs)
-        return None if re.search(rf"\b({routed})\b", read) else op
+        after = made_again(self.fusion.ops, plan.stored, plan.made)
+        read = {
+            base_of(self.fusion, v) for o in after if o.kind.role not in _BY_GROUP for v in o.values
+        }
+        return op if read.isdisjoint(op.outputs) else None
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """As in `Source`."""

@@ -18,7 +18,7 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     if len(launches) < len(kernels) or not kernels:
         return tuple(kernels), None
     parts = [
-        Part(launch.source, k.segment.inputs, k.segment.outputs)
+        Part(launch.source, k.segment.fusion.inputs, k.segment.fusion.outputs)
         for launch, k in zip(launches, kernels, strict=True)
     ]
     result = parts_of(fusion.inputs, fusion.outputs, parts, launches[0].parts.variant)

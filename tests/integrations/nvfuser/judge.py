@@ -45,13 +45,13 @@ def judge(
         made: dict[Value, Any] = dict(zip(lowered.stages[-1][1].inputs, inputs, strict=True))
         found[name] = list(lowered.segments)
         for segment in lowered.segments:
-            given = [made[v] for v in segment.inputs]
+            given = [made[v] for v in segment.fusion.inputs]
             outputs = segment.fusion.evaluate(*given, sizes=env)
             if segment.kind == "nvfuser":
                 judge_segment(segment.fusion, given, outputs, env)
                 for folder in KEPT:
                     keep(segment.fusion, name, env, folder)
-            made.update(zip(segment.outputs, outputs, strict=True))
+            made.update(zip(segment.fusion.outputs, outputs, strict=True))
     return found
 
 

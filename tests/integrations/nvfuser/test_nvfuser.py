@@ -71,7 +71,7 @@ def output_dtypes(fusion, target="sm_100"):
         names = (
             (v.dtype().name for v in define(s.fusion).fd.fusion.outputs())
             if s.kind == "nvfuser"
-            else (v.type.dtype for v in s.outputs)
+            else (v.type.dtype for v in s.fusion.outputs)
         )
         yield ", ".join(names)
 
@@ -537,7 +537,7 @@ def test_a_launch_on_the_cpu_is_an_error():
     kernel = emit(segment, TARGETS["sm_100"])
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
     with pytest.raises(UnsupportedError, match="got cpu"):
-        kernel([given[v] for v in segment.inputs], {})
+        kernel([given[v] for v in segment.fusion.inputs], {})
 
 
 # CUDA headers -------------------------------------------------------------------------------------
