@@ -19,7 +19,7 @@ from .messages import warn_once
 from .options import Options
 from .passes import PASSES
 from .runtime import cuda, dump
-from .runtime.program import Program
+from .runtime.program import Program, device_of
 from .schedule.plan import REFERENCE
 from .schedule.segment import Segment, split
 from .target import Target
@@ -166,8 +166,7 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(
             torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in program.symbols])
         )
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return program_of(source, device)(tensors)
+    return program_of(source, device_of(tensors))(tensors)
 
 
 def _check_order(to: Target, with_: Options) -> None:

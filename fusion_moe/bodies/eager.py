@@ -35,7 +35,7 @@ from ..ir.effects import check_targets
 from ..ir.text import text
 from ..options import Options, current, from_key
 from ..runtime import native
-from ..runtime.program import Program
+from ..runtime.program import Program, device_of
 from ..runtime.remembered import Remembered
 from .stored import kept, reading, to_reorder
 
@@ -182,8 +182,7 @@ def _run(
     if entry is None:
         if options is not None:  # of a compiled graph
             native.use()
-        device = tensors[0].device if tensors else torch.device("cpu")
-        compiled = program_of(program, device, from_key(options) if options else None)
+        compiled = program_of(program, device_of(tensors), from_key(options) if options else None)
         named = named_sizes(compiled.stages[0][1], sizes)
         entry = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
     return entry.run(tensors)
@@ -203,8 +202,7 @@ def _run_into(
     tensors, env = all_inputs(fusion, whole, written, read), named_sizes(fusion, sizes or ())
     need_written(fusion, written, env)
     check_targets(written)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    compiled = program_of(program, device, from_key(options) if options else None)
+    compiled = program_of(program, device_of(tensors), from_key(options) if options else None)
     for t, result in zip(written, compiled(tensors, env), strict=True):
         t.copy_(result)
 

@@ -141,6 +141,14 @@ class CodeOrder:
         """The inverse of `unpacked`."""
         return x
 
+    def forward(self, t: Tensor) -> Tensor:
+        """A part [..., N, packed K] in linear order -> in that of tiles."""
+        return self.stored(self.order.forward(self.unpacked(t)))
+
+    def inverse(self, t: Tensor) -> Tensor:
+        """The inverse of `forward`."""
+        return self.packed(self.order.inverse(self.read(t)))
+
     def stored(self, x: Tensor) -> Tensor:
         """Elements [..., K] that follow each other in a tile -> its memory."""
         return self.packed(x)

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from ..encodings import CodeOrder, Encoding, Order, Part
 from ..encodings.encoded import plain
+from ..encodings.orders import Recoding
 from ..errors import ShapeError
 from .layout import Layout, as_bytes
 
@@ -73,11 +74,12 @@ class W16x64(Layout):
         """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this
         order. ShapeError: see `why_not`.
         """
-        return tuple(self._pack(part, t, encoding) for part, t in self._whole(parts, encoding))
+        return tuple(_moved(*part_of, encoding) for part_of in self._whole(parts, encoding))
 
     def unpack(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
-        return tuple(self._unpack(part, t, encoding) for part, t in self._whole(parts, encoding))
+        whole = self._whole(parts, encoding)
+        return tuple(_moved(*part_of, encoding, back=True) for part_of in whole)
 
     def _whole(self, parts: Sequence[Tensor], encoding: Encoding) -> Iterator[tuple[Part, Tensor]]:
         """Parts with what they are. ShapeError unless the elements, the first, are whole tiles."""
@@ -91,29 +93,21 @@ class W16x64(Layout):
             )
         return zip(encoding.parts, map(plain, parts), strict=False)
 
-    def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
-        if part.scale is None:
-            of = _order(encoding)
-            return of.stored(of.order.forward(of.unpacked(t))).view(t.dtype)
-        if not part.scale.block:
-            return t
-        tiles = _of_scales(part.scale.block).forward(as_bytes(t))
-        return part.scale.recoding.forward(tiles).view(t.dtype)
 
-    def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
-        if part.scale is None:
-            of = _order(encoding)
-            return of.packed(of.order.inverse(of.read(t))).view(t.dtype)
-        if not part.scale.block:
-            return t
-        linear = _of_scales(part.scale.block).inverse(as_bytes(t))
-        return part.scale.recoding.inverse(linear).view(t.dtype)
+def _moved(part: Part, t: Tensor, encoding: Encoding, *, back: bool = False) -> Tensor:
+    """A part in this order; back: in the linear one."""
+    moved = as_bytes(t)
+    for step in _steps(part, encoding):  # which may come in any order
+        moved = step.inverse(moved) if back else step.forward(moved)
+    return moved.view(t.dtype)
 
 
-def _order(encoding: Encoding) -> CodeOrder:
-    order = encoding.element.tile_order
-    assert order is not None, "why_not comes first"
-    return order
+def _steps(part: Part, encoding: Encoding) -> tuple[CodeOrder | Order | Recoding, ...]:
+    """What is done to a part."""
+    if part.scale is None:
+        assert encoding.element.tile_order is not None, "why_not comes first"
+        return (encoding.element.tile_order,)
+    return (_of_scales(part.scale.block), part.scale.recoding) if part.scale.block else ()
 
 
 def _of_scales(block: int) -> Order:

@@ -82,12 +82,12 @@ class Program:
         env: they are not checked again.
         """
         need_memory(tensors)
-        if note(self._compiled, _device_of(tensors), env):
+        if note(self._compiled, device_of(tensors), env):
             native.use()
-            return [t.zero_() for t in empty_outputs(self.fusion, env, _device_of(tensors))]
+            return [t.zero_() for t in empty_outputs(self.fusion, env, device_of(tensors))]
         tensors = self.taken(tensors, env)
         if self.checked:
-            check.refuse_capture(_device_of(tensors))
+            check.refuse_capture(device_of(tensors))
             check.check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
@@ -107,7 +107,7 @@ class Program:
         by_python = self.checked or self.dumped is not None or "launch" in options.words("log")
         if by_python or self.joined is None:
             return None
-        plan = self.joined.plan(_device_of(tensors), env)
+        plan = self.joined.plan(device_of(tensors), env)
         numbers, inputs = plan.numbers(tensors), counted(handles.numbers(self._handles))
         return numbers and [plan.device.type == "cuda", *numbers, *self._counted, *inputs]
 
@@ -217,7 +217,7 @@ class Program:
         joined = None
         if self.joined and not profiler._is_profiler_enabled:
             inner = [(self.joined.number(v), *storage(v.type, env)) for v in also]
-            joined = self.joined.plan(_device_of(tensors), env).run(tensors, inner)
+            joined = self.joined.plan(device_of(tensors), env).run(tensors, inner)
         if joined is None:
             return self._one_by_one(tensors, env, also) if alone is None else alone
         if alone is not None:
@@ -238,7 +238,7 @@ class Program:
             with (
                 nullcontext()
                 if kernel.segment.fusion.inputs
-                else _making_tensors_on(_device_of(tensors))
+                else _making_tensors_on(device_of(tensors))
             ):
                 self._launch(i, kernel, results, env, also)
         outputs = [
@@ -290,7 +290,8 @@ class Program:
         return self._root(op.values[0]) if op is not None and op.kind.name in _MOVES else v
 
 
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a call's tensors; the CPU if there are none."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
