@@ -60,8 +60,8 @@ class Run:
         made: dict[Value, Any] = dict(zip(fusion.inputs, self.inputs, strict=True))
         env = self.fusion.bind(self.inputs, self.sizes)
         for s in lowered.segments:
-            outputs = s.plan.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env)
-            made.update(zip(s.outputs, outputs, strict=True))
+            outputs = s.plan.fusion.evaluate(*(made[v] for v in s.fusion.inputs), sizes=env)
+            made.update(zip(s.fusion.outputs, outputs, strict=True))
         return tuple(made[v] for v in fusion.outputs)
 
 

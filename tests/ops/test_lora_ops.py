@@ -247,7 +247,7 @@ def test_the_cpu_adds_products_before_it_stores_them():
         segments = lower(program, TARGETS["cpu"], fusion_moe.options.current()).segments
         found = [sum(op.kind.name == kind for op in s.fusion.ops) for s in segments]
         assert [count for count in found if count] == counts
-        between = {v.type for s in segments for v in s.outputs if v not in program.outputs}
+        between = {v.type for s in segments for v in s.fusion.outputs if v not in program.outputs}
         assert not [
             t
             for t in between

@@ -167,7 +167,7 @@ class Task:
         assert isinstance(source, Product), segment.plan.why
         assert source.by_variants
         inputs = lowered.stages[-1][1].inputs
-        return source.by_variants, [inputs.index(v) for v in segment.inputs]
+        return source.by_variants, [inputs.index(v) for v in segment.fusion.inputs]
 
 
 def grid(layer: Layer) -> list[int]:

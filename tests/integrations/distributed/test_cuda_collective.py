@@ -203,7 +203,7 @@ def test_what_has_no_kernel_runs_in_torch(case, why):
     fusion = round_trip(**case).verify()
     assert not collectives(fusion)
     (dispatch,) = (
-        s.fusion for s in segments(fusion, TARGETS["cuda"], Options()) if len(s.outputs) > 1
+        s.fusion for s in segments(fusion, TARGETS["cuda"], Options()) if len(s.fusion.outputs) > 1
     )
     with pytest.raises(UnsupportedError, match=why):
         plan(dispatch, "collective")
