@@ -38,7 +38,8 @@ MMA = [v for v in ALL if isinstance(v, LargeMma)]
 
 def variants_of(kind: str) -> list[Variant]:
     """The kernels for weights of a kind: "tiled", "linear", "wide_tiled", "wide_linear"."""
-    of_table = [v for regime in getattr(TABLE, kind) for v in regime.variants]
+    regimes = (*getattr(TABLE, kind), *(TABLE.row_order if kind == "tiled" else ()))
+    of_table = [v for regime in regimes for v in regime.variants]
     return list(dict.fromkeys((*of_table, *(one_group.VARIANTS if kind == "tiled" else ()))))
 
 
@@ -50,4 +51,5 @@ def use(monkeypatch: Any, **fields: Any) -> None:
 
 def use_variant(monkeypatch: Any, kind: str, variant: Variant) -> None:
     """One kernel is chosen for all sizes, where it fits."""
-    use(monkeypatch, **{kind: (Regime(ALWAYS, (variant,)), getattr(TABLE, kind)[-1])})
+    regimes = Regime(ALWAYS, (variant,)), getattr(TABLE, kind)[-1]
+    use(monkeypatch, row_order=(), **{kind: regimes})

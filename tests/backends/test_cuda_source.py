@@ -27,7 +27,7 @@ from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H100, H200, L40S, Arch
 from fusion_moe.backends import TARGETS, emit, in_place_of_kernel
 from fusion_moe.backends.cuda.columns import columns
-from fusion_moe.backends.cuda.grouped_mm import ByVariants
+from fusion_moe.backends.cuda.grouped_mm import ACTIVATIONS, ByVariants
 from fusion_moe.backends.cuda.heuristics import (
     Chosen,
     SizeClass,
@@ -509,6 +509,37 @@ def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
     assert source.count(source.scratch[-1], source.choose(sizes, H200), sizes) == (
         2**17 * k if in_fragment_order else 0
     )
+
+
+@pytest.mark.parametrize("product", [0, 1])
+def test_in_row_order_kernels_beside_each_other_read_rows_as_each_adds_up(product):
+    """Large M from a copy in fragment order, small M as they are: bits depend on neither."""
+    kernels = launches(sources("gptoss", order="row")[product], 128)
+    large, small = [x for x in kernels if x.size_class]
+    assert [x.name for x in kernels if x.name == "reorder_activations"] == ["reorder_activations"]
+    assert (large.name, small.name) == ("large_m_80x4", "small_m_1x1x1x3x1_row")
+    assert "FRAGMENT_ORDER = true;" in large.text
+    assert [f"return {ACTIVATIONS} + " in x.text for x in (large, small)] == [True, False]
+
+
+def test_large_m_computes_few_rows_of_few_groups_in_row_order(monkeypatch):
+    """If most multiprocessors have a tile; others keep the kernels of small M."""
+    monkeypatch.setitem(MODELS, "mixtral", MORE_MODELS["mixtral"])
+
+    def names(model: str, tokens: int, order: str = "row") -> set[str]:
+        kernels = [launches(source, tokens) for source in sources(model, order=order)]
+        return {k.name for ks in kernels for k in ks if k.size_class}
+
+    assert names("mixtral", 13) == names("mixtral", 44) == {"large_m_32x4"}
+    for model, tokens, order in (
+        ("mixtral", 12, "row"),
+        ("mixtral", 44, "free"),
+        ("qwen3", 64, "row"),
+    ):
+        assert all(name.startswith("small_m") for name in names(model, tokens, order))
+    of = by_variants(sources("mixtral", order="row")[1]).matrices
+    (narrow,) = choose_kernels(64, replace(of, tiles=of.tiles // 2), H200)
+    assert narrow.variant.name.startswith("small_m")
 
 
 def test_many_rows_in_natural_order_are_read_as_they_are():

@@ -69,6 +69,23 @@ def test_a_row_does_not_depend_on_others(encoding, dtype, sizes):
     assert not changed(forward(made), batch(made, dtype), COUNTS)
 
 
+@pytest.mark.needs("wgmma")
+def test_nor_on_who_computes_heavy_groups():
+    """Half of the tokens have the same experts, whose rows a large-M kernel computes beside a
+    small-M one.
+    """
+    made = layer("nvfp4", 60, 512, 256)
+
+    def heavy(count: int, seed: int) -> tuple[Tensor, ...]:
+        x, ids, w = batch(made)(count, seed)
+        ids[::2] = torch.arange(SLOTS)
+        return x, ids, w
+
+    report = fusion_moe.explain(made, *(t.cuda() for t in heavy(244, 0)))
+    assert all(name in report.details() for name in ("large_m", "small_m", "reorder_activations"))
+    assert not changed(forward(made), heavy, (150, 244, 300))
+
+
 @pytest.mark.parametrize("encoding", ["nvfp4", "bf16"])
 def test_with_weights_as_they_are_stored(encoding):
     made = layer(encoding, 8, 512, 256, prepared=False)

@@ -24,6 +24,7 @@ from fusion_moe.backends.cuda.heuristics import choose_from
 from fusion_moe.backends.cuda.table import (
     ALWAYS,
     KINDS,
+    REGIMES,
     Change,
     Regime,
     Some,
@@ -77,7 +78,7 @@ def text(found: Table) -> str:
         return "    " + json.dumps({"from_average": found.from_average} | _bounds(found))
 
     parts = list[str]()
-    kinds = {name: map(line, getattr(found, name)) for name in KINDS}
+    kinds = {name: map(line, of) for name in REGIMES if (of := getattr(found, name))}
     for name, lines in (kinds | {n: map(change, of) for n, of in found.changes.items()}).items():
         said = ",\n".join(lines)
         parts.append(f'  "{name}": [\n{said}\n  ]')
@@ -85,7 +86,7 @@ def text(found: Table) -> str:
 
 
 def _bounds(some: Some) -> dict[str, int]:
-    bounds = {key: getattr(some, key) for key in ("max_groups", "below_weights")}
+    bounds = {key: getattr(some, key) for key in ("max_groups", "below_weights", "from_tiles")}
     return {key: bound for key, bound in bounds.items() if bound is not None}
 
 

@@ -129,7 +129,9 @@ def table(timings: Timings, gpu: Arch) -> Table:
     counted = {
         kind: tuple(Regime(most, SETS[name]) for most, name in COUNTED[kind]) for kind in COUNTED
     }
-    return fit.fit(replace(timed, **counted), predicted(timings, gpu), fit.SHAPES[-1:], _PRICE)
+    return fit.fit(
+        replace(timed, row_order=(), **counted), predicted(timings, gpu), fit.SHAPES[-1:], _PRICE
+    )
 
 
 # How good it is -----------------------------------------------------------------------------------

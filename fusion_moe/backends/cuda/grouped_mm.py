@@ -28,7 +28,7 @@ from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
 from .routing import made_first
 from .source import NO_ENDS, Array, KernelSource, Sizes, Source
-from .variants import Matrices, Variant
+from .variants import M8, Matrices, Variant
 from .vectors import Store, VectorElements
 
 ACTIVATIONS = "activations"  # the array that the prologue makes
@@ -190,7 +190,6 @@ class ByVariants(PlannedSource):
     @cached_property
     def matrices(self) -> Matrices:
         """What the choice of kernels depends on, except rows."""
-        runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
         return Matrices(
             self.plan.groups,
             self.plan.k,
@@ -199,8 +198,9 @@ class ByVariants(PlannedSource):
             tile_bytes(self.plan.encoding),
             self.reader.tiled,
             self.plan.kind,
-            runs,
+            self.plan.scale_runs if self.plan.kind == "dgrad" else 1,
             self.plan.row_order,
+            self._reads_in_place(M8[0]),
         )
 
     @property
@@ -236,7 +236,7 @@ class ByVariants(PlannedSource):
         prologue = (
             []
             if chosen.reads_fragment_order
-            else self.once(self._prologue, chosen.activation_reader, bool(first))
+            else self.once(self._prologue, self._reader(chosen), bool(first))
         )
         products = self.products(
             chosen, sizes, arch, reads_before_wait=self._is_ready or bool(prologue)
@@ -254,12 +254,14 @@ class ByVariants(PlannedSource):
         """The kernels of the product. reads_before_wait: whether ends are available before the
         previous kernel has ended.
         """
-        size_classes, variant = chosen.size_classes, chosen.activation_reader
+        size_classes = chosen.size_classes
         first, last = size_classes[0], size_classes[-1]
-        order = variant, chosen.reads_fragment_order, chosen.writes_fragment_order
+        order = chosen.reads_fragment_order, chosen.writes_fragment_order
         return [
             self._product(
-                self.once(self._of_variant, s.variant, arch, *order, chosen.ids),
+                self.once(
+                    self._of_variant, s.variant, arch, self._reader(chosen, s), *order, chosen.ids
+                ),
                 s,
                 value(self.rows, sizes),
                 reads_before_wait or s is not first,
@@ -363,7 +365,7 @@ class ByVariants(PlannedSource):
         array of activations where the product reads them where they are.
         """
         return array.name != ACTIVATIONS or not self._reads_in_place(
-            chosen.activation_reader, chosen.reads_fragment_order
+            self._reader(chosen), chosen.reads_fragment_order
         )
 
     # The rows of activations ----------------------------------------------------------------------
@@ -418,6 +420,16 @@ class ByVariants(PlannedSource):
         ]
         return ["", *types, *row, *(["", *self.stores] if self.stores else [])]
 
+    def _reader(self, chosen: Chosen, of: SizeClass | None = None) -> Variant:
+        """The variant that determines the order in which a kernel reads rows; None: for which the
+        prologue orders them. In row order each reads in its own, so that all add up alike.
+        """
+        own = max(
+            (s.variant for s in ([of] if of else chosen.size_classes)),
+            key=lambda v: v.reads_fragment_order,
+        )
+        return own if self.plan.row_order else chosen.activation_reader
+
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
         """Whether the product reads the matrix in memory directly, not the prologue's result."""
         return self.matrix is not None and (
@@ -428,9 +440,10 @@ class ByVariants(PlannedSource):
         """Whether a kernel before the product writes rows in fragment order. If not, rows are in
         natural order.
         """
-        in_place = self.matrix is not None and self._matrix_row == _M
-        natural = in_place and variant.prefers_natural_order and not self.plan.row_order
-        return self._takes_fragment_order(variant) and not natural
+        in_place = self.matrix is not None and self._matrix_row == _M and not self.plan.row_order
+        return self._takes_fragment_order(variant) and not (
+            in_place and variant.prefers_natural_order
+        )
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
         """Whether the product can read fragment order. A dgrad transposes weights to fragments, so

@@ -75,12 +75,7 @@ class Chosen:
         """The variant that determines the order in which concurrent kernels read rows: one that
         reads only row-major, or else the first.
         """
-        row_major = (
-            size_class.variant
-            for size_class in self.size_classes
-            if not size_class.variant.reads_fragment_order
-        )
-        return next(row_major, self.size_classes[0].variant)
+        return min((s.variant for s in self.size_classes), key=lambda v: v.reads_fragment_order)
 
 
 def choose_kernels(
@@ -110,10 +105,9 @@ def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
     fitting = [v for v in (*of_table, *ALL) if v.fits(of, arch)]
     found = next((v for v in fitting if v.name == name), None)
     if found is None:
-        n = 16 * of.tiles
         raise UnsupportedError(
-            f"cuda_variant = {name!r} does not fit a product of {of.groups} matrices [{n}, "
-            f"{of.k}] on {arch.name}",
+            f"cuda_variant = {name!r} does not fit a product of {of.groups} matrices "
+            f"[{16 * of.tiles}, {of.k}] on {arch.name}",
             expected=f"one of {', '.join(dict.fromkeys(v.name for v in fitting))}",
             where="cuda",
         )
@@ -127,9 +121,8 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
     """
     if one_group.admits(of) and (only := one_group.fastest(rows, of, arch)):
         return (SizeClass(only),)
-    groups = of.groups
     # how many groups have rows, if rows choose them evenly
-    touched = groups * (1 - (1 - 1 / groups) ** rows)
+    touched = of.groups * (1 - (1 - 1 / of.groups) ** rows)
 
     def cost(v: Variant) -> float:
         expected = max(touched, rows / v.tile_m) * -(-of.tiles // v.tiles)
@@ -141,7 +134,7 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
     possible = (
         (regime, fastest(regime.variants))
         for regime in table.regimes(of)
-        if rows <= regime.max_average * groups
+        if rows <= regime.max_average * of.groups
     )
     regime, usual = next(
         ((regime, variant) for regime, variant in possible if variant), (None, None)
@@ -154,8 +147,9 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
         )
     bounds = [most for most, _ in regime.size_classes]
     found = [v for _, among in regime.size_classes if (v := fastest(among))]
-    # beside small-M kernels, large-M kernels read rows row-major, and so add up K in another order
-    mixed = of.row_order and len({v.reads_fragment_order for v in found}) > 1
+    # large-M kernels add up K in row order if they read fragment order, small-M kernels read rows
+    # as they are stored
+    mixed = of.row_order and not of.rows_stored and len({v.reads_fragment_order for v in found}) > 1
     if not found or len(found) < len(bounds) or mixed:
         return (SizeClass(usual),)
     size_classes = [

@@ -20,22 +20,27 @@ from .variants import SETS, Matrices, Variant
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
 KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: fields of a table
+REGIMES = (*KINDS, "row_order")  # fields of a table that are regimes
 CHANGES = ("gemm", "codes", "folded", "reordered")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Some:
-    """Some products: those with at most max_groups groups and fewer weights than below_weights;
-    None: any number.
+    """Some products: those with at most max_groups groups, fewer weights than below_weights, and
+    from_tiles tiles of 16 columns in all groups; None: any number.
     """
 
     max_groups: int | None = None
     below_weights: int | None = None
+    from_tiles: int | None = None
 
     def admits(self, of: Matrices) -> bool:
         """Whether a product of such matrices is one of them."""
-        few = self.max_groups is None or of.groups <= self.max_groups
-        return few and (self.below_weights is None or of.weights < self.below_weights)
+        return (
+            (self.max_groups is None or of.groups <= self.max_groups)
+            and (self.below_weights is None or of.weights < self.below_weights)
+            and of.groups * of.tiles >= (self.from_tiles or 0)
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Regime(Some):
 @dataclass(frozen=True)
 class Table:
     """Regimes in the order in which they are tried, for weights stored as tiles or not; `wide`:
-    weights of more than 8 bits.
+    weights of more than 8 bits. row_order: what is tried before `tiled` in row order.
 
     changes: by what happens from there on. "gemm": 16-bit matrices are multiplied by
     kernels/product.cuh; "codes": e4m3 codes by kernels/fp8.cuh; "folded": of weights in few bits
@@ -79,12 +84,13 @@ class Table:
     linear: tuple[Regime, ...]
     wide_tiled: tuple[Regime, ...]
     wide_linear: tuple[Regime, ...]
+    row_order: tuple[Regime, ...]
     changes: Mapping[str, tuple[Change, ...]]
 
     def regimes(self, of: Matrices) -> Iterator[Regime]:
         """The regimes for such matrices."""
-        found: tuple[Regime, ...] = getattr(self, kind_of(of))
-        return (regime for regime in found if regime.admits(of))
+        first = self.row_order if of.row_order and kind_of(of) == "tiled" else ()
+        return (r for r in (*first, *getattr(self, kind_of(of))) if r.admits(of))
 
     def change(self, what: str, of: Matrices) -> float:
         """The average number of rows from which something of `changes` happens."""
@@ -116,7 +122,7 @@ def parse(text: str) -> Table:
     """The table in a text that tools/tune has written."""
     rows: dict[str, list[dict[str, Any]]] = json.loads(text)
     return Table(
-        **{kind: tuple(_regime(**row) for row in rows[kind]) for kind in KINDS},
+        **{kind: tuple(_regime(**row) for row in rows.get(kind, ())) for kind in REGIMES},
         changes={what: tuple(Change(**row) for row in rows[what]) for what in CHANGES},
     )
 
@@ -128,5 +134,4 @@ def _regime(
     **bounds: int,
 ) -> Regime:
     classes = tuple((most, SETS[name]) for most, name in size_classes)
-    average = ALWAYS if max_average is None else max_average
-    return Regime(average, SETS[variants], classes, **bounds)
+    return Regime(ALWAYS if max_average is None else max_average, SETS[variants], classes, **bounds)

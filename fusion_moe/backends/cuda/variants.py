@@ -23,7 +23,8 @@ class Matrices:
     result. tile_bytes: bytes of the elements and block scales of 16 rows and 64 columns; tiled:
     whether these are contiguous. kind: fprop, or dgrad, which contracts the rows of such tiles;
     runs: the runs of these rows, each with an outer scale. row_order: whether all kernels must add
-    up K in the same order, whatever the number of rows.
+    up K in the same order, whatever the number of rows. rows_stored: whether these are in memory as
+    small-M kernels read them.
     """
 
     groups: int
@@ -35,6 +36,7 @@ class Matrices:
     kind: str = "fprop"
     runs: int = 1
     row_order: bool = False
+    rows_stored: bool = True
 
     @property
     def whole(self) -> bool:
@@ -426,6 +428,7 @@ M80, M112, M160 = (LargeM(80, 4),), (LargeM(112, 4),), (LargeM(160, 3),)
 SETS: Mapping[str, tuple[Variant, ...]] = {
     "M8": M8,
     "M16": M16,
+    "ROW_M32": (LargeM(32, 4),),
     "M32": M32,
     "M48_96": M48_96,
     "M48_64": (LargeM(48, 4, 2), LargeM(64, 4)),
