@@ -57,8 +57,7 @@ def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
 
     @cache  # finding it reads all sources
     def using() -> dict[Op, Callable[..., Any]]:
-        entry = product_of(isa_level, encoding.name).standalone
-        return {op: partial(_grouped_mm, entry, encoding)}
+        return {op: partial(_grouped_mm, product_of(isa_level, encoding.name).standalone, encoding)}
 
     def evaluate(*inputs: Any, sizes: Any) -> Any:
         return fusion.evaluate(*inputs, sizes=sizes, using=using())

@@ -224,5 +224,4 @@ def blocks_source(isa_level: str) -> build.LibrarySource:
 
 def packaged(isa_level: str) -> list[build.LibrarySource]:
     """The libraries of an ISA level that come with the package."""
-    products = [library_source(isa_level, encoding) for encoding in BUILT_IN]
-    return [*products, blocks_source(isa_level)]
+    return [*(library_source(isa_level, e) for e in BUILT_IN), blocks_source(isa_level)]

@@ -105,8 +105,9 @@ def _text(source: Source) -> str:
 
 def _requantized_from(device: torch.device, groups: int, n: int, k: int) -> float:
     """By the GPU's table."""
-    of = Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
-    return table_of(cuda.facts()).change("folded", of)
+    return table_of(cuda.facts()).change(
+        "folded", Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
+    )
 
 
 def _transposed_columns() -> tuple[str, ...]:

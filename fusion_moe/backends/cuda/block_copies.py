@@ -97,8 +97,7 @@ def reading(source: Source, name: str, op: Op, left: Sequence[Value]) -> KernelS
     (packed, ends), (numbers,), block = op.values, op.outputs, op.values[0].type.encoding.block
     rows, k = plain(numbers.type.shape[0]), known(numbers.type.shape[-1])
     tiles, count = _grouped(source, ends, rows, left, block)
-    parts = source.fusion.producers[packed].values
-    arguments = ", ".join(source.array(v, left) for v in parts)
+    arguments = ", ".join(source.array(v, left) for v in source.fusion.producers[packed].values)
     read = f"read_copy<Lanes<{k}, {block}>>({tiles}, {arguments}, {source.names[numbers]});"
     few = _MIN_BLOCKS if block == BLOCK else _FEW_BLOCKS
     return _of_tiles(source, name, [read], count, k, block, few)

@@ -330,8 +330,9 @@ class CodesWgrad(Wgrad):
         plan, boxes = self.plan, dict[str, Boxes | None]()
         for name, turned in zip("ab", self._turned, strict=True):
             count, width, block = (value(plain(d), sizes) for d in turned.type.shape)
-            of = Boxes(self.array_number(turned), "u8", (block, width, count), (block, _TILE[0], 1))
-            boxes[name] = of
+            boxes[name] = Boxes(
+                self.array_number(turned), "u8", (block, width, count), (block, _TILE[0], 1)
+            )
         m, n = _CLUSTER * _TILE[0], _TILE[1]
         tiles = plan.groups * -(-plan.n // m) * -(-plan.k // n) * _CLUSTER
         product = product_kernel(
@@ -344,8 +345,7 @@ def _box_rows(read: Sequence[Index]) -> int:
     """How many rows of the matrix follow each other wherever columns of the result read it: of half
     a tile, or of a run, which lies in one block; 0: fewer.
     """
-    runs = _HALF // len(read), _RUN
-    return next((n for n in runs if all(follow(c, n, _RUN) for c in read)), 0)
+    return next((n for n in (_HALF // len(read), _RUN) if all(follow(c, n, _RUN) for c in read)), 0)
 
 
 def _parts(source: DecodedRows) -> tuple[Value, Value]:

@@ -166,8 +166,9 @@ class ByVariants(PlannedSource):
         # the matrix in memory whose rows are the activations, and which of its rows row m is
         self.matrix, self._matrix_row = found
         self._row_lines = made.lines
-        shape = (self.matrix or plan.a).type.shape
-        self.activations = Array(ACTIVATIONS, self.dtype, elements(shape))
+        self.activations = Array(
+            ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)
+        )
         self.scratch.append(self.activations)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self.stores = list[str]()
@@ -326,7 +327,7 @@ class ByVariants(PlannedSource):
         with_small_m: bool,
         any_size: bool,
         without_rest: bool,
-        few_ids: bool,
+        few_ids: int,
     ) -> KernelSource:
         """One launch of a variant's kernel.
 
@@ -342,12 +343,12 @@ class ByVariants(PlannedSource):
             and rows <= _MAX_IDS
             and size_class.max_rows is None
         )
-        routes = few_ids and self._routing is not None
+        routes = few_ids > 0 and self._routing is not None
         reads_before_wait = (reads_before_wait or ids) and not routes
         most = _UNBOUNDED - without_rest if size_class.max_rows is None else size_class.max_rows
         bounds = size_class.above_rows, most
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m
-        by_ids = ids or few_ids, routes
+        by_ids = min(few_ids, 1 + (rows <= self.plan.groups)) or ids, routes
         # beside another kernel the driver keeps that one's; several blocks may not get enough
         carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous
         return replace(
@@ -510,10 +511,10 @@ class ByVariants(PlannedSource):
         op, given, of_ids, route = self._routing, "", "", list[str]()
         if ids:
             of, first = ids
-            given = f"reinterpret_cast<const {of}*>({ACTIVATIONS}), {first}"
+            given = f"reinterpret_cast<const {of}*>({ACTIVATIONS}), {first}, i32(rows())"
         elif op and self._knows_ids:
             of_ids = self.array(op.values[0], self.made_later)
-            given = f"{of_ids}, {op.attrs.get('first_expert') or 0}"
+            given = f"{of_ids}, {op.attrs.get('first_expert') or 0}, i32(rows())"
         if op and self.routing_of_few:
             arrays = ", ".join(self.array(v) for v in op.outputs)
             slots = size(op.values[0].type.shape[1])
@@ -524,7 +525,17 @@ class ByVariants(PlannedSource):
             "if (size_class.by_ids) {",
             *inner(
                 [
-                    f"FewIds<GROUPS> sorted({given}, i32(rows()));",
+                    "const i32 blocks = i32(gridDim.x) - size_class.routes;",
+                    "if (size_class.by_ids > 1 && number < blocks) {",
+                    *(
+                        ["    sorted_tokens()[threadIdx.x % 32] = 0;", "    __syncwarp();"]
+                        if route
+                        else []
+                    ),
+                    f"    return find_tile_by_slot<GROUPS, N_TILES, WAVE>({given}, number, "
+                    "blocks);",
+                    "}",
+                    f"FewIds<GROUPS> sorted({given});",
                     *route,
                     "return sorted.template find<TILE_M, N_TILES, WAVE>(i32(rows()), number);",
                 ]

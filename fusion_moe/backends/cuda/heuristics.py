@@ -50,8 +50,9 @@ class Chosen:
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous segment wrote them, and whether the result is in fragment order.
     without_rest: whether rows of no group are left unwritten, since nothing reads them. few_ids:
-    whether no kernel sorts ids but the product's own, and the next product's; ids: for the latter,
-    their type, and the one of group 0. by_wgmma: whether a product of codes is. way: which of a
+    whether no kernel sorts ids but the product's own, and the next product's; 2: those of one
+    token, of which each has tiles of its own; ids: for the latter product, their type, and the one
+    of group 0. by_wgmma: whether a product of codes is. way: which of a
     product's ways computes it (product.py).
     """
 
@@ -60,7 +61,7 @@ class Chosen:
     writes_fragment_order: bool = False
     any_size: bool = False
     without_rest: bool = False
-    few_ids: bool = False
+    few_ids: int = 0
     ids: tuple[str, int] | None = None
     by_wgmma: bool = False
     way: int = 0
@@ -101,10 +102,9 @@ def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
     """The variant with this name. If two differ only in their blocks per multiprocessor, one that
     the table has for such weights.
     """
-    of_table = [v for regime in table_of(arch).regimes(of) for v in regime.variants]
+    of_table = (v for regime in table_of(arch).regimes(of) for v in regime.variants)
     fitting = [v for v in (*of_table, *ALL) if v.fits(of, arch)]
-    found = next((v for v in fitting if v.name == name), None)
-    if found is None:
+    if (found := next((v for v in fitting if v.name == name), None)) is None:
         raise UnsupportedError(
             f"cuda_variant = {name!r} does not fit a product of {of.groups} matrices "
             f"[{16 * of.tiles}, {of.k}] on {arch.name}",

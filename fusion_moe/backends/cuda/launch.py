@@ -250,11 +250,9 @@ def _title(parts: Parts) -> str:
     """A description of a call for messages: its first operations, and the weights of its
     products.
     """
-    ops = [op for part in parts.parts for op in part.source.fusion.ops if not op.kind.view]
-    names = list(dict.fromkeys(op.kind.name for op in ops))
-    weights = dict.fromkeys(
-        str(p.b.type) for part in parts.parts for p in products(part.source.fusion)
-    )
+    fusions = [part.source.fusion for part in parts.parts]
+    names = list(dict.fromkeys(op.kind.name for f in fusions for op in f.ops if not op.kind.view))
+    weights = dict.fromkeys(str(p.b.type) for f in fusions for p in products(f))
     shown = " ".join(names[:_TITLE]) + " ..." * (len(names) > _TITLE)
     return f"`{shown}`" + (f" by {', '.join(weights)}" if weights else "")
 

@@ -231,7 +231,8 @@ struct SizeClass {
         concurrent_with_next;  // whether the kernel before, or after, computes other groups of the
                                // same product
     i32 with_small_m;          // whether one of these is a small-M kernel
-    i32 by_ids;                // whether it finds its tile in ids that are not sorted yet
+    i32 by_ids;                // whether it finds its tile in ids that are not sorted yet;
+                               // 2: of one token
     i32 routes;                // whether it sorts them for later kernels, too
 };
 
@@ -424,6 +425,21 @@ constexpr int SMALL_M_WARPS = 8;  // of a block, at most
 __device__ __forceinline__ i32* sorted_tokens() {
     __shared__ i32 tokens[SMALL_M_WARPS][32];
     return tokens[threadIdx.x / 32];
+}
+
+// As find_tile_by_ends, of the ids of one token: each has tiles of its own, and its rank is its
+// row. Fewer steps follow each other than where ids are sorted. blocks: those that may have tiles.
+template <int GROUPS, int N_TILES, int WAVE, class Id>
+__device__ __forceinline__ TilePlace find_tile_by_slot(const Id* ids, i32 first_id, i32 count,
+                                                       i32 number, i32 blocks) {
+    const i32 lane = threadIdx.x % 32, tiles = count * N_TILES;
+    const i32 group = lane < count ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS;
+    const LastWave wave = split_last_wave<WAVE>(number, tiles, blocks - tiles);
+    if (number >= wave.count) return {{GROUPS, count, count}, 0};
+    const i32 slot = wave.number / N_TILES, mine = __shfl_sync(WHOLE_WARP, group, slot);
+    const i32 row =
+        __popc(__ballot_sync(WHOLE_WARP, group < mine || (group == mine && lane < slot)));
+    return {{mine, row, row + 1}, wave.number % N_TILES, wave.half};
 }
 
 // Up to 32 ids in a warp, sorted by it: the group of a lane's id, and its place among those of it.
