@@ -52,8 +52,15 @@ ZIPF = 1.2
 # relative Frobenius error that a result may have
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}
 FP8_CONTENDERS = ("fp8", "both", "w8a16")
-FP8_PEERS = ("humming w4a8 indexed", "humming w4a8 grouped", "vllm", "finegrained", "deepgemm")
-PEERS = ("humming indexed", "humming grouped", "torch")
+FP8_PEERS = (
+    "humming w4a8 indexed",
+    "humming w4a8 grouped",
+    "vllm",
+    "finegrained",
+    "deepgemm",
+    "monomoe",
+)
+PEERS = ("humming indexed", "humming grouped", "torch", "cutile")
 # of weights, rows or both that are rounded to e4m3; of weights that are rounded to MXFP4
 FP8_LIMITS = dict.fromkeys((*FP8_CONTENDERS, *FP8_PEERS), 0.08) | {
     name: 0.2 for name in FP8_PEERS if name.startswith("humming")
@@ -103,6 +110,7 @@ MORE_MODELS = {
     "minimax": Model("MiniMax-M2", 256, 8, 3072, 1536),
     "qwen3-next": Model("Qwen3-Next-80B-A3B", 512, 10, 2048, 512),
 }
+MONOMOE = {"qwen3.6": Model("Qwen3.6-35B-A3B", 256, 8, 2048, 512)}  # the sizes that it has
 SHARDS = {  # of intermediate features, as tensor parallelism makes them: no whole tiles
     "qwen3-tp8": Model("Qwen3-30B-A3B, one of 8", 128, 8, 2048, 96),
     "gpt-oss-tp4": Model("gpt-oss-120b, one of 4", 128, 4, 2880, 720),
@@ -110,7 +118,7 @@ SHARDS = {  # of intermediate features, as tensor parallelism makes them: no who
     "i2064": Model("2,064 features", 16, 2, 4096, 2064),
 }
 EQUAL = {"equal": Model("4 experts, all tokens to each", 4, 4, 7168, 2048)}
-ALL_MODELS = MODELS | MORE_MODELS | SHARDS | EQUAL
+ALL_MODELS = MODELS | MORE_MODELS | MONOMOE | SHARDS | EQUAL
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _BLOCK = 128
 _FEW = 4  # of a call with fewer slots than experts by this factor vLLM does not sort ids
 
 
-class _Blocks(Contender):
+class Blocks(Contender):
     """Whole MLPs by weights with one scale for 128 x 128."""
 
     @cached_property
@@ -46,7 +46,7 @@ class _Blocks(Contender):
         raise NotImplementedError
 
 
-class Vllm(_Blocks):
+class Vllm(Blocks):
     """The Triton kernel that vLLM runs where DeepGEMM and others are not."""
 
     def prepare(self, cells: Sequence[Cell]) -> None:
@@ -103,7 +103,7 @@ class Vllm(_Blocks):
         return run
 
 
-class Finegrained(_Blocks):
+class Finegrained(Blocks):
     """One call, for each slot alone or for slots sorted by expert."""
 
     def prepare(self, cells: Sequence[Cell]) -> None:
@@ -118,7 +118,7 @@ class Finegrained(_Blocks):
         return partial(call, to.x, to.ids, to.w, *weights, [_BLOCK, _BLOCK])
 
 
-class DeepGemm(_Blocks):
+class DeepGemm(Blocks):
     """Products of groups whose rows follow each other."""
 
     def prepare(self, cells: Sequence[Cell]) -> None:

@@ -26,7 +26,7 @@ not.
 --kernels CONTENDER prints the microseconds of each kernel of a call instead, from the end of the
 one before on.
 
-Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a
+Installed peers take part: `pip install humming-kernels==0.1.20`, which compiles its kernels when a
 model's cells begin, and caches them in HUMMING_CACHE_DIR. A peer that is missing or fails is named,
 with the reason.
 
@@ -70,6 +70,7 @@ from h200_cells import (
     routed,
 )
 from h200_contenders import W8A16, Both, Call, Contender, Dense, DenseFp8, Fp8, Linear, Ours, Torch
+from h200_flashinfer import CuTile, MonoMoe
 from h200_fp8_peers import DeepGemm, Finegrained, Vllm
 from h200_humming import Grouped, GroupedFp8, Indexed, IndexedFp8
 from h200_marlin import Marlin
@@ -94,6 +95,8 @@ CONTENDERS: dict[str, type[Contender]] = {
     "deepgemm": DeepGemm,
     "dense fp8": DenseFp8,
     "marlin": Marlin,
+    "cutile": CuTile,
+    "monomoe": MonoMoe,
 }
 _OF_FP8 = (*FP8_CONTENDERS, *FP8_PEERS, "dense fp8")
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
@@ -202,7 +205,7 @@ def _sentence(e: Exception) -> str:
 def versions() -> dict[str, str]:
     """Of the packages of the contenders, as far as they are there."""
     found = {}
-    for name in ("torch", "triton", "humming-kernels", "vllm"):
+    for name in ("torch", "triton", "humming-kernels", "vllm", "flashinfer-python", "cuda-tile"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -282,7 +285,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     fp8 = told.activations is not None
-    of_fp8 = ["fusion_moe", *(name for name in _OF_FP8 if name not in ("w8a16", "deepgemm"))]
+    of_fp8 = ["fusion_moe", *(n for n in _OF_FP8 if n not in ("w8a16", "deepgemm", "monomoe"))]
     usual = [name for name in CONTENDERS if name not in ("linear", "marlin", *_OF_FP8)]
     told.contender = told.contender or (of_fp8 if fp8 else usual)
     if told.kernels:
