@@ -25,12 +25,12 @@ __device__ __forceinline__ constexpr i32 place_in_tile(i32 c) {
     return (c & ~30) | c >> 2 & 6 | (c & 6) << 2;
 }
 
-// Where a copy is stored, null where it is not needed. numbers: those that codes and scales stand
-// for.
+// Where a copy is stored, null where it is not needed. TURNED: whether codes are stored by columns,
+// too or alone; numbers: those that codes and scales stand for.
 template <class Scale_>
 struct BlockCopy {
     using Scale = Scale_;
-    static constexpr bool MADE = true;
+    static constexpr bool MADE = true, TURNED = false;
     u8* codes;
     typename Scale::Stored* scales;
     bf16* numbers;
@@ -51,7 +51,7 @@ struct BlockCopy {
 
 struct NoCopy {
     using Scale = PowerOfTwo<float, 0, 0, 0, 0, 255>;
-    static constexpr bool MADE = false;
+    static constexpr bool MADE = false, TURNED = false;
 };
 
 // A copy in blocks along rows of groups whose codes are stored by columns: [blocks, K, 128], with
@@ -60,7 +60,7 @@ struct NoCopy {
 template <class Scale_>
 struct TurnedCopy {
     using Scale = Scale_;
-    static constexpr bool MADE = true;
+    static constexpr bool MADE = true, TURNED = true;
     u8* codes;
     typename Scale::Stored* scales;
 };
@@ -69,17 +69,11 @@ struct TurnedCopy {
 // and scales are the same ones.
 template <class Scale_, i32 N>
 struct BothWays : BlockCopy<Scale_> {
+    static constexpr bool TURNED = true;
     static constexpr i32 ROWS = N;
     u8* turned;
     typename Scale_::Stored* turned_scales;
 };
-
-template <class Copy>
-constexpr bool TURNED = false;
-template <class Scale>
-constexpr bool TURNED<TurnedCopy<Scale>> = true;
-template <class Scale, i32 N>
-constexpr bool TURNED<BothWays<Scale, N>> = true;
 
 // Rows from the first on, as many as a tile has at most. in_group: whether some group has them.
 struct RowTile {
@@ -393,7 +387,7 @@ struct Lanes {
                 });
                 Team::sync();
                 over = load_eight(shared.over[Team::number()] + lane % 16 * 8);
-                if constexpr (!TURNED<Copy>)
+                if constexpr (!Copy::TURNED)
                     scale = load_eight(shared.scale[Team::number()] + lane % 16 * 8);
             }
         }
@@ -550,7 +544,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                     in_squares.store(
                         place + s * K, made[s], [&](int) { return by.scale; }, s < left && there);
                 }
-                if constexpr (TURNED<InSquares>) {
+                if constexpr (InSquares::TURNED) {
                     store_turned_square<InSquares::ROWS, K>(in_squares.turned,
                                                             in_squares.turned_scales, number,
                                                             across, by.stored, made, turned);
@@ -577,7 +571,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                     for (int s = 0; s < 8; ++s)
                         if (s >= from) x[s] = {};
                 };
-                if (TURNED<InColumns> && tile.rows < 128) {
+                if (InColumns::TURNED && tile.rows < 128) {
                     asm volatile("");  // a branch, since few tiles are short
                     clear(left);
                 }
@@ -596,13 +590,13 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                             in_rows.store(
                                 place + s * K, made, [&](int) { return of; }, s < stored && there);
                         }
-                        if constexpr (InColumns::MADE && !TURNED<InColumns>) {
+                        if constexpr (InColumns::MADE && !InColumns::TURNED) {
                             make_codes(made, x[s], [&](int v) { return by_column.over.at[v]; });
                             in_columns.store(
                                 place + s * K, made, [&](int v) { return by_column.scale.at[v]; },
                                 s < left && there);
                         }
-                        if constexpr (TURNED<InColumns>) {
+                        if constexpr (InColumns::TURNED) {
                             if (s % 4 < 3) continue;
 #pragma unroll
                             for (int v = 0; v < 8; ++v) {
@@ -614,7 +608,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                             }
                         }
                     }
-                    if constexpr (TURNED<InColumns>) {
+                    if constexpr (InColumns::TURNED) {
 #pragma unroll
                         for (int v = 0; v < 8; ++v)
                             turned.put(v, by_columns[v][0], by_columns[v][1]);
@@ -622,7 +616,7 @@ __device__ __forceinline__ void make_copies(const Tiles& tiles, Row row, const I
                     if (!again) break;
                     clear(0), stored = 0;
                 }
-                if constexpr (TURNED<InColumns>) {
+                if constexpr (InColumns::TURNED) {
                     __syncthreads();  // whose next one is before the tile is written again
                     if (has_scales) store_turned_rows<K>(in_columns.codes, number, across, turned);
                 }
