@@ -1,10 +1,14 @@
-"""Functions that remember their results, in tests that must not find what others left."""
+"""What is remembered from call to call, in tests that must not find what others left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
+
+from fusion_moe.bodies import stored
 
 
 @contextmanager
@@ -19,3 +23,9 @@ def forgetting(*cached: Any) -> Iterator[None]:
     finally:
         for each in cached:
             each.cache_clear()
+
+
+def kept_bytes() -> int:
+    """The memory of all weights that are kept for eager calls."""
+    parts = (t for entry in stored._kept.values() for t in entry.parts)
+    return sum(t.nbytes for t in parts if isinstance(t, Tensor))

@@ -14,7 +14,7 @@ from fusion_moe import FusionDefinition
 from fusion_moe.definitions import operations
 from fusion_moe.definitions.traced import tensor_type
 from fusion_moe.encodings import NVFP4, Encoding, Quantized, quantize
-from fusion_moe.encodings.mxfp8 import BY_AXIS
+from fusion_moe.encodings.mxfp8 import MXFP8, MXFP8_COLUMNS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
@@ -139,7 +139,8 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
 
 def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> Fusion:
     """As `copies`, in MXFP8."""
-    return copies(x, [BY_AXIS[axis] for axis in axes], ends)
+    by_axis = {encoding.axis: encoding for encoding in (MXFP8, MXFP8_COLUMNS)}
+    return copies(x, [by_axis[axis] for axis in axes], ends)
 
 
 def copies(x: Tensor, encodings: Sequence[Encoding], ends: Tensor | None = None) -> Fusion:

@@ -104,12 +104,6 @@ class _Kept:
 _kept: dict[Any, _Kept] = {}
 
 
-def kept_bytes() -> int:
-    """The memory of all weights that are kept for eager calls."""
-    parts = (t for entry in _kept.values() for t in entry.parts)
-    return sum(t.nbytes for t in parts if isinstance(t, Tensor))
-
-
 def kept(pack: Op, wanted: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a weight in a layout, of these tensors as they are now; none if they are read
     for the first time, or are not to be kept.

@@ -37,4 +37,3 @@ _SCALES = (Scale("block_scale", torch.float8_e8m0fnu, 32, TO_448, minimum=2.0**-
 
 MXFP8 = register(Encoding("mxfp8", E4M3, _SCALES))
 MXFP8_COLUMNS = register(Encoding("mxfp8_columns", E4M3, _SCALES, axis=-2))
-BY_AXIS = {encoding.axis: encoding for encoding in (MXFP8, MXFP8_COLUMNS)}

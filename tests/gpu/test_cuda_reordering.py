@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
+from forgetting import kept_bytes
 from torch._inductor import config
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.bodies import stored
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import NonFiniteError
 from fusion_moe.layouts import LAYOUTS, SF128X4, W16X64
@@ -93,7 +93,7 @@ def test_tiles_that_are_kept_are_those_of_the_weights_of_now():
     with torch.no_grad(), options.override(keep_weights=True):
         for there in (0, 1, 1):
             assert NVFUSERS(x, *given, *problem).equal(want())
-            assert stored.kept_bytes() == there * sum(t.nbytes for t in parts[:2])
+            assert kept_bytes() == there * sum(t.nbytes for t in parts[:2])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = NVFUSERS(x, *given, *problem)
@@ -105,7 +105,7 @@ def test_tiles_that_are_kept_are_those_of_the_weights_of_now():
     del given
     parts.clear()
     gc.collect()
-    assert stored.kept_bytes() == 0
+    assert kept_bytes() == 0
     fusion_moe.synchronize()
 
 

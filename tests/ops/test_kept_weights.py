@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forgetting import kept_bytes
 from torch import Tensor, nn
 
 import fusion_moe
@@ -45,11 +46,11 @@ class Layer(nn.Module):
 @pytest.fixture(autouse=True)
 def kept():
     gc.collect()
-    assert stored.kept_bytes() == 0
+    assert kept_bytes() == 0
     with options.override(keep_weights=True), torch.no_grad():
         yield
     gc.collect()
-    assert stored.kept_bytes() == 0  # freed with the layers
+    assert kept_bytes() == 0  # freed with the layers
 
 
 def size() -> int:
@@ -62,16 +63,16 @@ def test_made_at_the_second_call_and_freed_with_the_weight():
     want = layer.alone(X)
     for there in (0, size(), size()):
         assert layer(X).equal(want)
-        assert stored.kept_bytes() == there
+        assert kept_bytes() == there
     with torch.inference_mode():
         assert layer(X).equal(want)
     other = Layer(1)
     for _ in range(2):
         assert other(X).equal(other.alone(X))
-    assert stored.kept_bytes() == 2 * size()
+    assert kept_bytes() == 2 * size()
     del layer
     gc.collect()
-    assert stored.kept_bytes() == size()
+    assert kept_bytes() == size()
 
 
 def flipped(t: Tensor) -> None:
@@ -109,7 +110,7 @@ def test_other_tensors_in_a_module_are_others():
         for _ in range(2):
             assert layer(X).equal(layer.alone(X))
     gc.collect()
-    assert stored.kept_bytes() <= size()
+    assert kept_bytes() <= size()
 
 
 def test_others_at_the_same_address_are_others():
@@ -139,11 +140,11 @@ def test_weights_that_change_are_not_made_again():
     layer = Layer()
     for _ in range(stored.FEW):
         layer(X), layer(X)
-        assert stored.kept_bytes() == size()
+        assert kept_bytes() == size()
         flipped(layer.codes)
     for _ in range(3):
         assert layer(X).equal(layer.alone(X))
-    assert stored.kept_bytes() == 0
+    assert kept_bytes() == 0
 
 
 def test_explain_says_how_much():
