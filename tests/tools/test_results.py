@@ -87,7 +87,7 @@ def test_cells_with_fp8_have_a_page(written):
     assert file == written / "fp8_h100.md"
     text = file.read_text()
     assert "| MiniMax-M2 (zipf) | 6.0, 0.75 |" in text
-    assert "| MiniMax-M2 (zipf) | 512 | 8.0 | 6.0 | 6.1 |  |  |  | 5.9 |  |  | 5.0 |" in text
+    assert "| MiniMax-M2 (zipf) | 512 | 8.0 | 6.0 | 6.1 |  |  |  | 5.9 |  |  |  | 5.0 |" in text
     assert "1 cells with peers; one is faster than all of ours in: MiniMax-M2 (zipf) 512." in text
     assert text.endswith("Told.\n\n| rows | +0.01 % |\n")
 
