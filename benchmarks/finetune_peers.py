@@ -78,6 +78,7 @@ def floats(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> Any
         MODEL,
         num_hidden_layers=args.layers,
         max_position_embeddings=SEQUENCE,
+        pad_token_id=None,  # whose embedding is zero: norms multiply its gradient by 1,000 each
         **SIZES[args.config],
         **({"vocab_size": args.vocabulary} if args.vocabulary else {}),
     )

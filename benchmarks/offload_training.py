@@ -173,11 +173,11 @@ def peak() -> int:
 
 def copies(model: Layers) -> float:
     """Milliseconds that the copies of a step take by themselves: all layers both ways, but for the
-    two last ones of each way, which are there.
+    three last ones of each way, which are there.
     """
     layers = model.layers
     at = layers[0].storage.empty(layers[0].storage.experts, DEVICE)
-    return sum(_copying(layer, at) for layer in [*layers[2:], *layers[:-2]])
+    return sum(_copying(layer, at) for layer in [*layers[3:], *layers[:-3]])
 
 
 def _copying(layer: Any, at: dict[str, Tensor]) -> float:

@@ -1,14 +1,14 @@
-"""Buffers of a device through which experts go in steps that read whole layers: two in which they
-arrive, as they are on the host, while others are multiplied by; and one in which products read all
-of a layer, those in slots too, in the layout of kernels.
+"""Buffers of a device through which experts go in steps that read whole layers: three in which
+they arrive, as they are on the host, while others are multiplied by; and one in which products read
+all of a layer, those in slots too, in the layout of kernels.
 
     buffers = Buffers(layer)                # for all layers of one form
     with buffers.hold(layer, {3, 5}) as weights:
         ...                                 # launches on the current stream that read `weights`
 
 Layers are fetched ahead in the order in which they were used before. Which one follows depends on
-where a layer was reached from: forward and backward go opposite ways. Where they turn, the last two
-layers are not copied again: one is multiplied by, the other one is where it arrived.
+where a layer was reached from: forward and backward go opposite ways. Where they turn, the last
+three layers are not copied again: one is multiplied by, the others stay where they arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from ..runtime.turns import Turns
 from .device import Device, HostStorage, runs
 
-_AHEAD = 2  # layers that are on their way: the link never waits for a product
+_AHEAD = 3  # layers that are on their way: what forward waits for, backward has time for
 
 
 class Layer(Protocol):
@@ -115,10 +115,10 @@ class Buffers:
     def _fetch_ahead(self) -> None:
         path, fetched = self._path, [arriving.key for arriving in self._arriving]
         while self._free and (following := self._next.get(path)):
-            if following.key not in fetched:
+            if all(following.key != arriving.key for arriving in self._arriving):
                 self._fetch(following, range(following.storage.experts))
-            elif following.key != fetched.pop(0):
-                return  # another order than when they were fetched
+            elif not fetched or following.key != fetched.pop(0):
+                return  # it stays where it arrives, or the order is another by now
             path = path[1], following
 
     def _fetch(self, layer: Layer, experts: Collection[int]) -> None:

@@ -21,7 +21,7 @@ from .plan import DISK, INNER, SLOTS, WORKSPACE, Layer, Model, Plan, make
 LINK = 5.0e10  # bytes per second that experts are copied with: PCIe 5, x16
 FLOPS = {"H100": 1.4e14, "H200": 1.9e14}  # per second, of whole steps
 _UNPACK = 9.6e11  # bytes per second of experts that the GPU puts into the layout of its kernels
-_BUFFERS = 3  # each as large as a layer's experts
+_BUFFERS = 4  # each as large as a layer's experts
 _ADAM = 16  # bytes of a factor: it, its gradient and two moments, in float32
 _ADAM_8BIT = 10  # moments in 8 bits
 _STASHED = 5  # what TRL's activation_offloading leaves on the GPU
@@ -129,9 +129,9 @@ def plan(
         held = None if ram is None else ram - sent
         whole = make(model, memory, held, disk=disk, **kept)  # type: ignore[arg-type]
     away = 0.0 if whole is not None and whole.whole else 1 - (whole.resident if whole else 0)
-    # layers, forward and backward; where these turn, one is there, another one where it arrived
+    # layers, forward and backward; where these turn, one is there, two others where they arrived
     each = 1 / len(model.layers)
-    passes, unpacked = max(0, 2 - 4 * each), 2 - 2 * each
+    passes, unpacked = max(0, 2 - 6 * each), 2 - 2 * each
     filed, products = whole.filed if whole else 0, _flops(model, config, step) / flops
     copies = passes * away * ((model.experts - filed) / link + filed / min(link, DISK))
     copies += sent / link

@@ -88,9 +88,8 @@ CHECKPOINTING = {
 def test_losses_and_adapters_are_those_of_experts_on_the_device(how, want, tmp_path):
     model = offloaded()
     assert_same(trained(model, tmp_path, **how), want)
-    # 13 a pass of 8; where passes turn, two layers find theirs, and the third one was fetched
-    # ahead once more
-    assert [c.copied // 13 for c in counters(model).values()] == [5, 5, 5, 4]
+    # 13 a pass of 8; where passes turn, three layers find theirs, and the fourth one is fetched
+    assert [c.copied // 13 for c in counters(model).values()] == [5, 1, 1, 5]
 
 
 COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

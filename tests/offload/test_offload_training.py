@@ -178,11 +178,11 @@ def test_copies_are_ahead_of_their_use_and_none_where_passes_turn(monkeypatch):
     monkeypatch.setattr(buffers, "hold", held)
     gradients(found, 40, torch.bfloat16)
     assert used == [*range(LAYERS), *reversed(range(LAYERS))]
-    # while one is used: the one after the next; not the one that was used before the last one
-    assert copied == [(1, 3), (3, 1), (2, 0), (0, 2)]
+    # while one is used: the third one after it; not those that were used before the last one
+    assert copied == [(3, 0), (0, 3)]
     counted = [layer.counters.copied for layer in found.layers]
     away = [int((layer.device.expert_map < 0).sum()) for layer in found.layers]
-    assert [b - a for a, b in zip(before, counted, strict=True)] == away
+    assert [b - a for a, b in zip(before, counted, strict=True)] == [away[0], 0, 0, away[3]]
 
 
 def test_few_tokens_copy_the_experts_that_they_name():
@@ -190,7 +190,7 @@ def test_few_tokens_copy_the_experts_that_they_name():
     _, ids, _ = tokens(1)
     gradients(found, 1, torch.bfloat16)
     named = len({e for e in ids.flatten().tolist() if e >= 0})
-    assert [layer.counters.copied // named for layer in found.layers] == [2, 2, 1, 1]
+    assert [layer.counters.copied // named for layer in found.layers] == [2, 1, 1, 1]
     layer = found.layers[0]
     assert layer.counters.bytes_copied == layer.counters.copied * layer.storage.nbytes
 
@@ -347,7 +347,7 @@ def test_memory_stays_as_it_is_over_many_steps():
     assert used[0] == used[1]
     del others
     buffers = found.layers[0].layer_buffers
-    assert len(buffers._arriving) + len(buffers._free) == 2
+    assert len(buffers._arriving) + len(buffers._free) == 3
 
 
 def test_no_room_for_buffers_is_an_error_before_the_step(monkeypatch):

@@ -60,18 +60,19 @@ ALLOCATED = 2 * 2**25  # of what there is to work with: cuBLAS' workspaces, of t
         (8, 16384, True, 6.03e9, LEAN),
         (4, 4096, True, 3.09e9, LEAN),
         (8, 4096, True, 3.64e9, LEAN),
+        (48, 16384, True, 11.58e9, LEAN),  # 11.92 with four buffers
     ],
 )
 def test_sums_are_those_of_measured_peaks(layers, tokens, away, measured, more):
     """benchmarks/finetune_peers.py on an H200, whose models' embeddings are tied; what torch
-    allocated there does not include the GPU's context.
+    allocated there does not include the GPU's context. With three buffers for copies, of four.
     """
     sizes = BIG | {"num_hidden_layers": layers, "tie_word_embeddings": True}
     sizes["vocab_size"] = 151936 if more else 2048
     model = of_sizes(sizes)
     parts = dict(plan(model, sizes, 0, Step(tokens, **more)).parts)
     copied = parts.pop("buffers for copies")
-    there = copied + 0.1 * model.experts if away else model.experts
+    there = 0.75 * copied + 0.1 * model.experts if away else model.experts
     peak = sum(parts.values()) - WORKSPACE + ALLOCATED + there
     assert 1 <= peak / measured < 1.08
 
@@ -135,7 +136,7 @@ def test_what_does_not_fit_says_what_to_change():
     assert not fits.plan.whole
     assert sum(fits.parts.values()) + fits.plan.in_slots <= fits.memory
     assert "max_memory={0: " in fits.advice[0]
-    copies = (1 - fits.plan.resident) * model.experts * (2 - 4 / 48)
+    copies = (1 - fits.plan.resident) * model.experts * (2 - 6 / 48)
     assert fits.copies == pytest.approx(copies / 5e10)
     assert fits.tokens_per_second == pytest.approx(16384 / fits.products)
     few = plan(model, BIG, 24 * 10**9, Step(512, rank=8, chunked_loss=True))
@@ -157,7 +158,7 @@ def test_activations_and_moments_that_take_less():
     assert fits.plan is not None
     sent = large.parts["saved activations"] - fits.parts["saved activations"]
     assert sent == 16384 * (48 - 5) * 2 * BIG["hidden_size"]
-    copies = (1 - fits.plan.resident) * model.experts * (2 - 4 / 48) + sent
+    copies = (1 - fits.plan.resident) * model.experts * (2 - 6 / 48) + sent
     assert fits.copies == pytest.approx(copies / 1e9)
     # without checkpointing TRL sends other activations, of which nothing is known here
     kept = plan(model, BIG, 10**12, replace(less, checkpointing=False))
@@ -190,7 +191,7 @@ def test_experts_in_files_are_read_from_a_disk():
     found = plan(model, BIG, 24 * 10**9, step, 10**10, disk=10**11)
     assert found.plan is not None
     assert found.plan.filed == found.plan.in_files * model.layers[0].whole > 0
-    read = (1 - found.plan.resident) * found.plan.filed * (2 - 4 / 48) / DISK
+    read = (1 - found.plan.resident) * found.plan.filed * (2 - 6 / 48) / DISK
     assert read < found.copies < 1.2 * read
     assert '"cpu": "9.3GiB"}, kv_tokens=0, offload_folder=' in found.advice[0]
     assert "of experts, in files: " in str(found)
