@@ -15,6 +15,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.backends.cuda.table import ALWAYS, Regime
 from fusion_moe.backends.cuda.variants import SETS
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.runtime import nvrtc
 
@@ -48,6 +49,24 @@ def test_kernels_follow_the_sizes():
         "route, reorder_activations, large_m_160x3; result in fragment order, for segment 1",
         "large_m_160x3, combine; activations in fragment order, of segment 0",
     ]
+
+
+def test_rows_that_a_kernel_makes_first_are_sorted_by_another():
+    """Codes are unpacked before the product: it cannot be the first to sort their few ids."""
+    encoding = ENCODINGS["fp8"]
+    weights = [list(quantize(torch.ones(EXPERTS, n, 128), encoding)) for n in (256, 128)]
+    how = {"weight_format": "fp8", "activation_format": "fp8"}
+    x, ids, w = torch.ones(3, 128).bfloat16(), torch.zeros(3, SLOTS).long(), torch.ones(3, SLOTS)
+    found = launched(
+        fusion_moe.explain(
+            lambda *given: torch.ops.fusion_moe.fused_experts(*given, *weights, **how),
+            *(x, ids, w),
+            target="cuda",
+            gpu="H200",
+        )
+    )
+    assert "route" in " ".join(found).replace(",", "").split()
+    assert "with route" not in " ".join(found)
 
 
 def test_kernels_follow_the_gpu(golden):

@@ -499,8 +499,10 @@ class ByVariants(PlannedSource):
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """As in `Source`."""
-        few = value(self.rows, sizes) <= _MAX_IDS and not chosen.any_size and self.matrix
-        return bool(few) and [c.variant.persistent for c in chosen.size_classes] == [False]
+        few = value(self.rows, sizes) <= _MAX_IDS and not chosen.any_size
+        in_place = self._reads_in_place(self._reader(chosen), chosen.reads_fragment_order)
+        one_kernel = [c.variant.persistent for c in chosen.size_classes] == [False]
+        return few and in_place and one_kernel
 
     def _checks_apart(self, variant: Variant) -> bool:
         """Whether one more block checks the groups, which takes it longer than ends would."""
