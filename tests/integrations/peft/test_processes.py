@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed
 
 MADE = Path(__file__).parents[2] / "checkpoints" / "made" / "modelopt-qwen3_moe"
@@ -61,5 +62,6 @@ def test_two_processes_of_deepspeed_train_as_one():
 
 @pytest.mark.gpu
 @pytest.mark.multi
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
 def test_two_gpus_train_as_one():
     assert agreements("cuda", 2) == every_case(2)
