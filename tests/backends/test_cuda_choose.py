@@ -4,16 +4,22 @@ compiler.
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 
 import pytest
+import torch
+from cover import few
+from fusions import fusion_of_call
 
 from fusion_moe.arch import A100, H100, H200, KNOWN
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice
 from fusion_moe.backends.cuda.product import Product
+from fusion_moe.backends.cuda.readers import readable
 from fusion_moe.compile import compile_fusion
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
@@ -126,14 +132,20 @@ def layer(change: str) -> Fusion:
         fd.define_tensor(shape=[GROUPS, *shape], dtype="bf16") for shape in ([K], [K, K], [K, K])
     )
     ends, row_of, slot_of = fd.ops.route(ids, groups=groups, first_expert=4)
-    up = fd.ops.cast(
-        fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), weights[0], ends), dtype="bf16"
-    )
+    fewer = fd.ops.ends(ends, rows=tokens, groups=fd.define_groups("f", GROUPS))
+    index = fd.ops.reshape(slot_of, new_shape=[tokens * 2]) if change == "rows by slot" else row_of
+    of_first = fewer if change == "fewer rows" else ends
+    up = x if change == "fewer rows" else fd.ops.index_select(x, index, dim=0)
+    up = fd.ops.grouped_mm(fd.ops.partition(up, of_first), weights[0], of_first)
+    up = fd.ops.cast(up, dtype="bf16")
     if change == "tokens added":
         up = fd.ops.add(up, fd.ops.index_select(x, row_of, dim=0))
     elif change == "a first bias":
         up = fd.ops.group_add(up, bias, ends)
-    rows, of_rows = up, ends
+    rows, of_rows = up, of_first
+    if change == "fewer rows after":
+        of_rows, some = fewer, fd.define_tensor(shape=[tokens], dtype="i32")
+        rows = fd.ops.partition(fd.ops.index_select(up, some, dim=0), fewer)
     if change == "other rows":
         rows = fd.ops.index_select(up, fd.ops.invert(slot_of, rows=up.type.shape[0]), dim=0)
     elif change == "other groups":
@@ -284,8 +296,10 @@ def test_a_choice_reads_well(golden):
         ("a first bias", True),
         ("tokens added", False),
         ("first stored", True),
+        ("rows by slot", False),
         ("other rows", False),
         ("other groups", False),
+        ("fewer rows after", False),
     ],
 )
 def test_few_ids_are_routed_by_the_first_product(change, routes):
@@ -305,3 +319,46 @@ def test_few_ids_are_routed_by_the_first_product(change, routes):
         assert (number in [places[n] for n in passed]) == few
     any_size = call.choose(dict.fromkeys(call.parts.symbols, 1), H200, any_size=True)
     assert any_size.kernels[0].name == "route"
+
+
+def test_ids_that_are_more_than_rows_are_sorted_before():
+    """A product finds its tiles in as many ids as it has rows."""
+    call = call_of(layer("fewer rows"))
+    steps = call.choose(dict.fromkeys(call.parts.symbols, 8), H200).steps
+    assert steps[0].kernels[0].name == "route"
+    assert [k.size_class[-2:] for s in steps for k in s.kernels if k.size_class] == [(0, 0)] * 2
+
+
+# encodings of weights that have kernels: with blocks along K
+READ = [e for e in dict(readable()) if not e.endswith(("columns", "columns_f32"))]
+
+
+@pytest.mark.parametrize("encoding", few(READ, 3))
+def test_what_few_ids_take_the_place_of_has_no_other_use(encoding):
+    """No kernel but the product's own reads ids, or writes where they are passed."""
+    shapes = (GROUPS, 2 * 128, K), (GROUPS, K, 128)
+    dtype = torch.float16 if encoding == "f16" else torch.bfloat16
+    weights = [list(quantize(torch.ones(s, dtype=dtype), ENCODINGS[encoding])) for s in shapes]
+    factors = {
+        f"{name}_lora_{factor}": torch.ones(GROUPS, *shape, dtype=dtype)
+        for name, k, n in (("gate_up", K, 256), ("down", 128, K))
+        for factor, shape in (("a", (16, k)), ("b", (n, 16)))
+    }
+    bias = {"gate_up_bias": torch.ones(GROUPS, 256, dtype=dtype)}
+    forms = [*(("free", x) for x in ({}, bias, factors, {"first_expert": 4})), ("row", {})]
+    given = torch.ones(3, K, dtype=dtype), torch.zeros(3, 2).long(), torch.ones(3, 2), *weights
+    ids, found = re.compile(r"reinterpret_cast<const i64\*>\(activations\)"), set[str]()
+    for rows in {"bf16": ("bf16", "fp8", "mxfp8"), "f16": ("bf16",)}.get(encoding, ("bf16", "fp8")):
+        how = {"weight_format": encoding, "activation_format": rows}
+        for order, more in forms:
+            call = call_of(fusion_of_call("fused_experts", *given, **how, **more), order=order)
+            for tokens in (1, 3, 4, 5):
+                steps = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
+                for step in (s for s in steps if s.chosen.few_ids):
+                    found.add(rows)
+                    assert step.chosen.ids or len(step.kernels) == 1
+                    for kernel in step.kernels:
+                        text = ids.sub("", kernel.text) if kernel.size_class else kernel.text
+                        named = re.findall(r".*\bactivations\b.*", text)
+                        assert [line.split()[1:] for line in named] == [["activations;"]]
+    assert "bf16" in found

@@ -116,7 +116,7 @@ class Parts:
             if (op := source.routing_of_few) and (ids := part.input_of(op.values[0])):
                 made = dict(zip(source.fusion.outputs, part.outputs, strict=True))
                 ends = after.input_of(reader.plan.ends)
-                if ends and ends is made.get(op.outputs[0]):
+                if ends and ends is made.get(op.outputs[0]) and reader.rows == source.rows:
                     found[i] = ids, op.attrs.get("first_expert") or 0
         return found
 

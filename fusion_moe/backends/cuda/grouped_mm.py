@@ -479,8 +479,11 @@ class ByVariants(PlannedSource):
 
     @property
     def _knows_ids(self) -> bool:
-        """Whether this segment makes the ends from ids that are available before it."""
-        return self._routing is not None and self._routing.values[0] not in self.plan.memory
+        """Whether this segment makes the ends from ids that are available before it, one a row."""
+        op = self._routing
+        return op is not None and (
+            op.values[0] not in self.plan.memory and plain(op.outputs[1].type.shape[0]) == self.rows
+        )
 
     @cached_property
     def routing_of_few(self) -> Op | None:
@@ -491,11 +494,16 @@ class ByVariants(PlannedSource):
         alone = op and [o for o in self.fusion.ops if is_made_first(o)] == [op]
         if not (alone and op and self._knows_ids and self.matrix) or plan.combine or plan.sums:
             return None
-        after = made_again(self.fusion.ops, plan.stored, plan.made)
-        read = {
-            base_of(self.fusion, v) for o in after if o.kind.role not in _BY_GROUP for v in o.values
-        }
-        return op if read.isdisjoint(op.outputs) else None
+        before, after = (
+            {
+                base_of(self.fusion, v)
+                for o in made_again(self.fusion.ops, *of)
+                if o.kind.role not in _BY_GROUP
+                for v in o.values
+            }
+            for of in (([plan.a],), (plan.stored, plan.made))
+        )
+        return op if (before - {op.outputs[1]} | after).isdisjoint(op.outputs) else None
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """As in `Source`."""
