@@ -55,6 +55,8 @@ def serve(directory: Path, options: list[str]) -> NoReturn:
     """Serves until SIGINT or SIGTERM comes, and ends the process. options: of `transformers
     serve`.
     """
+    # cuDNN's needs a plan for each count of tokens and keys, and torch drops none
+    torch.backends.cuda.enable_cudnn_sdp(False)
     utils.GenerateManager, utils.CBGenerateManager = Sequential, Batched
     server.build_server = _guarded(server.build_server)
     utils.BaseHandler._resolve_model = _bounded(utils.BaseHandler._resolve_model)
@@ -451,8 +453,7 @@ def bound(model: Any, ids: Any, config: Any) -> None:
     """
     ids = torch.as_tensor(ids)
     whole = context_of(model) or _CONTEXT
-    room = whole - ids.shape[-1]
-    if room < 1:
+    if (room := whole - ids.shape[-1]) < 1:
         why = f"a prompt of {ids.shape[-1]:,} tokens"
         raise HTTPException(400, f"{why}; expected 1 to {whole - 1:,}, the model's context")
     try:

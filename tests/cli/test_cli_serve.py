@@ -316,6 +316,37 @@ def test_tokens_are_bounded_by_the_context() -> None:
         assert refused.value.status_code == 400
 
 
+def test_attention_is_not_planned_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install '.[serve]'")
+    from transformers.cli.serving import server as application, utils
+
+    from fusion_moe.cli import server
+
+    class Reached(Exception):
+        pass
+
+    def instead(model: str, non_blocking: bool = False) -> None:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise Reached
+
+    for owner, name in (
+        (utils, "GenerateManager"),
+        (utils, "CBGenerateManager"),
+        (utils.BaseHandler, "_resolve_model"),
+        (application, "build_server"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # and it is as before
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server, "Serve", instead)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        with pytest.raises(Reached):
+            server.serve(DEMO, [])
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
