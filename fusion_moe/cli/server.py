@@ -453,7 +453,8 @@ def bound(model: Any, ids: Any, config: Any) -> None:
     """
     ids = torch.as_tensor(ids)
     whole = context_of(model) or _CONTEXT
-    if (room := whole - ids.shape[-1]) < 1:
+    room = whole - ids.shape[-1]
+    if room < 1:
         why = f"a prompt of {ids.shape[-1]:,} tokens"
         raise HTTPException(400, f"{why}; expected 1 to {whole - 1:,}, the model's context")
     try:

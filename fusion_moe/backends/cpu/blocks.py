@@ -65,13 +65,8 @@ class CPUBlockKernels:
 
     def encode(self, x: Tensor, units: Tensor) -> Tensor:
         """x float [n, block], units f32 [n] -> u8 [n, block / 2]: the codes of x / units."""
-        return self._run(
-            "encode_blocks",
-            x,
-            self._numbers_of,
-            units,
-            out=x.new_empty(len(x), x.shape[-1] // 2, dtype=torch.uint8),
-        )
+        codes = x.new_empty(len(x), x.shape[-1] // 2, dtype=torch.uint8)
+        return self._run("encode_blocks", x, self._numbers_of, units, out=codes)
 
     def _run(self, entry: str, x: Tensor, *others: Any, out: Tensor) -> Tensor:
         """Calls an entry with x, what else it takes, and its output."""

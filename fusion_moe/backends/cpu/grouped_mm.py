@@ -288,10 +288,8 @@ class _Writer(SegmentWriter):
             return []
         tokens, width = map(size, self.plan.combine.outputs[0].type.shape)
         if self._by_columns:
-            return [
-                f"for_tiles({tokens}, {width}, pool, "
-                "[&](i64 t, i64 j0, i64 j1) { finish(t, j0, j1); });"
-            ]
+            each = "[&](i64 t, i64 j0, i64 j1) { finish(t, j0, j1); }"
+            return [f"for_tiles({tokens}, {width}, pool, {each});"]
         return [f"for_rows({tokens}, 1, pool, [&](i64 t) {{ finish(t, 0, {width}); }});"]
 
     @cached_property

@@ -107,7 +107,5 @@ def _names(segment: Segment, source: Source) -> dict[Value, Value]:
     and outputs.
     """
     mine = (*source.fusion.inputs, *source.fusion.outputs)
-    return {
-        **dict(zip(mine, (*segment.fusion.inputs, *segment.fusion.outputs), strict=True)),
-        **{v: v for v in source.memory if v not in mine},
-    }
+    whole = (*segment.fusion.inputs, *segment.fusion.outputs)
+    return dict(zip(mine, whole, strict=True)) | {v: v for v in source.memory if v not in mine}

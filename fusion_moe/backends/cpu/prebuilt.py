@@ -57,7 +57,8 @@ def product(fusion: Fusion) -> tuple[Callable[..., Any], str]:
 
     @cache  # finding it reads all sources
     def using() -> dict[Op, Callable[..., Any]]:
-        return {op: partial(_grouped_mm, product_of(isa_level, encoding.name).standalone, encoding)}
+        entry = product_of(isa_level, encoding.name).standalone
+        return {op: partial(_grouped_mm, entry, encoding)}
 
     def evaluate(*inputs: Any, sizes: Any) -> Any:
         return fusion.evaluate(*inputs, sizes=sizes, using=using())

@@ -105,9 +105,8 @@ def _text(source: Source) -> str:
 
 def _requantized_from(device: torch.device, groups: int, n: int, k: int) -> float:
     """By the GPU's table."""
-    return table_of(cuda.facts()).change(
-        "folded", Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
-    )
+    of = Matrices(groups, k, -(-n // 16), 1, 0, tiled=False)
+    return table_of(cuda.facts()).change("folded", of)
 
 
 def _transposed_columns() -> tuple[str, ...]:

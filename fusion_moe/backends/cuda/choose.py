@@ -126,9 +126,9 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
     for i in parts.without_rest:
         chosen[i] = replace(chosen[i], without_rest=True)
     for i, (ids, first) in parts.routed.items():
-        few = all(sources[n].takes_few_ids(chosen[n], sizes) for n in (i, i + 1)) * (
-            1 + (value(plain(ids.type.shape[0]), sizes) == 1)
-        )
+        few = 0
+        if all(sources[n].takes_few_ids(chosen[n], sizes) for n in (i, i + 1)):
+            few = 2 if value(plain(ids.type.shape[0]), sizes) == 1 else 1
         chosen[i] = replace(chosen[i], few_ids=few)
         chosen[i + 1] = replace(chosen[i + 1], few_ids=few, ids=(stored(ids), first))
     next_, previous = dict(links), {j: i for i, j in links}

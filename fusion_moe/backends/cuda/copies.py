@@ -75,11 +75,8 @@ class Copy:
     @property
     def memory(self) -> list[Value]:
         """The values of it that are stored."""
-        return [
-            v
-            for v in (self.codes, self.scales, self.numbers, self.turned, *self.both_ways)
-            if v is not None
-        ]
+        stored = self.codes, self.scales, self.numbers, self.turned, *self.both_ways
+        return [v for v in stored if v is not None]
 
 
 def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:

@@ -345,7 +345,8 @@ def _box_rows(read: Sequence[Index]) -> int:
     """How many rows of the matrix follow each other wherever columns of the result read it: of half
     a tile, or of a run, which lies in one block; 0: fewer.
     """
-    return next((n for n in (_HALF // len(read), _RUN) if all(follow(c, n, _RUN) for c in read)), 0)
+    runs = _HALF // len(read), _RUN
+    return next((n for n in runs if all(follow(c, n, _RUN) for c in read)), 0)
 
 
 def _parts(source: DecodedRows) -> tuple[Value, Value]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -166,9 +166,8 @@ class ByVariants(PlannedSource):
         # the matrix in memory whose rows are the activations, and which of its rows row m is
         self.matrix, self._matrix_row = found
         self._row_lines = made.lines
-        self.activations = Array(
-            ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)
-        )
+        shape = (self.matrix or plan.a).type.shape
+        self.activations = Array(ACTIVATIONS, self.dtype, elements(shape))
         self.scratch.append(self.activations)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self.stores = list[str]()
@@ -441,10 +440,9 @@ class ByVariants(PlannedSource):
         """Whether a kernel before the product writes rows in fragment order. If not, rows are in
         natural order.
         """
-        in_place = self.matrix is not None and self._matrix_row == _M and not self.plan.row_order
-        return self._takes_fragment_order(variant) and not (
-            in_place and variant.prefers_natural_order
-        )
+        in_place = self.matrix is not None and self._matrix_row == _M
+        natural = in_place and variant.prefers_natural_order and not self.plan.row_order
+        return self._takes_fragment_order(variant) and not natural
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
         """Whether the product can read fragment order. A dgrad transposes weights to fragments, so
@@ -494,16 +492,14 @@ class ByVariants(PlannedSource):
         alone = op and [o for o in self.fusion.ops if is_made_first(o)] == [op]
         if not (alone and op and self._knows_ids and self.matrix) or plan.combine or plan.sums:
             return None
-        before, after = (
-            {
-                base_of(self.fusion, v)
-                for o in made_again(self.fusion.ops, *of)
-                if o.kind.role not in _BY_GROUP
-                for v in o.values
-            }
-            for of in (([plan.a],), (plan.stored, plan.made))
-        )
+        before = self._read_by(made_again(self.fusion.ops, [plan.a]))
+        after = self._read_by(made_again(self.fusion.ops, plan.stored, plan.made))
         return op if (before - {op.outputs[1]} | after).isdisjoint(op.outputs) else None
+
+    def _read_by(self, ops: Iterable[Op]) -> set[Value]:
+        """What operations read, but for what a tile knows of its group."""
+        read = (v for op in ops if op.kind.role not in _BY_GROUP for v in op.values)
+        return {base_of(self.fusion, v) for v in read}
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """As in `Source`."""

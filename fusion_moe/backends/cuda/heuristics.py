@@ -104,7 +104,8 @@ def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
     """
     of_table = (v for regime in table_of(arch).regimes(of) for v in regime.variants)
     fitting = [v for v in (*of_table, *ALL) if v.fits(of, arch)]
-    if (found := next((v for v in fitting if v.name == name), None)) is None:
+    found = next((v for v in fitting if v.name == name), None)
+    if found is None:
         raise UnsupportedError(
             f"cuda_variant = {name!r} does not fit a product of {of.groups} matrices "
             f"[{16 * of.tiles}, {of.k}] on {arch.name}",

@@ -134,4 +134,5 @@ def _regime(
     **bounds: int,
 ) -> Regime:
     classes = tuple((most, SETS[name]) for most, name in size_classes)
-    return Regime(ALWAYS if max_average is None else max_average, SETS[variants], classes, **bounds)
+    average = ALWAYS if max_average is None else max_average
+    return Regime(average, SETS[variants], classes, **bounds)
