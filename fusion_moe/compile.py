@@ -158,15 +158,10 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             where="run",
         )
     source = text(fusion)
-    if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
-    ):
-        program = parse(source)
-        sizes = program.bind(tensors)
-        return list(
-            torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in program.symbols])
-        )
-    return program_of(source, device_of(tensors))(tensors)
+    program = program_of(source, device_of(tensors))
+    sizes, symbols = program.sizes(tensors, {}), program.stages[0][1].symbols
+    # by torch's dispatcher: autograd, transforms, and tensors without memory of their own
+    return list(torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in symbols]))
 
 
 def _check_order(to: Target, with_: Options) -> None:

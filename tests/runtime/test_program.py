@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fusions import fusion_of_call
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fusion_moe
 from fusion_moe import backends, compile as pipeline, options
@@ -224,6 +226,23 @@ def test_what_run_does_not_take():
     ):
         with pytest.raises(FusionError, match=said):
             fusion_moe.run(fusion, tensors)
+
+
+def test_what_torchs_dispatcher_knows_of_tensors():
+    """Elements that are negated where they are read, tangents, shapes without elements, and batches
+    of vmap.
+    """
+    fusion, x = silu_of_pieces(), torch.randn(2, 3, 4)
+
+    def call(t):
+        return fusion_moe.run(fusion, [t])[0]
+
+    assert torch.equal(call(torch._neg_view(x[0])), call(-x[0]))
+    assert torch.equal(torch.vmap(call)(x), torch.stack([call(t) for t in x]))
+    with FakeTensorMode():
+        assert call(torch.empty(3, 4)).shape == call(torch.empty(3, 4)).shape
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="with a tangent"):
+        call(forward_ad.make_dual(x[0], x[1]))
 
 
 def freed(t, nbytes=0):

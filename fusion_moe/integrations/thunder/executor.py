@@ -177,7 +177,8 @@ class _Run:
     program: Program
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return self.program([fp4_as_bytes(t) for t in tensors])
+        # past torch's dispatcher, which negates what is only marked so
+        return self.program([fp4_as_bytes(t.resolve_neg()) for t in tensors])
 
 
 def _not_run(*tensors: torch.Tensor) -> list[torch.Tensor]:

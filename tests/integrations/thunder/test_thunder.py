@@ -202,12 +202,13 @@ def test_fusions_do_not_reach_over_writes():
     assert len(fusions(run)) == 2
 
 
-@pytest.mark.parametrize("strides", ["transposed", "every other row", "expanded"])
+@pytest.mark.parametrize("strides", ["transposed", "every other row", "expanded", "negated"])
 def test_inputs_of_any_strides(strides):
     made = {
         "transposed": lambda: tokens(5).t().contiguous().t(),
         "every other row": lambda: tokens(10)[::2],
         "expanded": lambda: tokens(1).expand(5, H),
+        "negated": lambda: torch._neg_view(tokens(5)),
     }
     ours, theirs = (made[strides]().requires_grad_() for _ in range(2))
     model = Experts()
