@@ -16,6 +16,7 @@ from fusion_moe.arch import A100, H100, H200, KNOWN
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import launch
 from fusion_moe.backends.cuda.choose import Choice
+from fusion_moe.backends.cuda.grouped_mm import IDS
 from fusion_moe.backends.cuda.product import Product
 from fusion_moe.backends.cuda.readers import readable
 from fusion_moe.compile import compile_fusion
@@ -311,12 +312,12 @@ def test_few_ids_are_routed_by_the_first_product(change, routes):
         first, second = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
         few = routes and tokens < 17
         assert (first.kernels[0].name == "route") != few
-        by_ids = [k.size_class[-2:] for x in (first, second) for k in x.kernels if k.size_class]
-        found = few * (1 + (tokens == 1))  # of one token each id has tiles of its own
-        assert by_ids == [(found or tokens < 17, few), (found, 0)]
+        by_ids = [k.size_class[-3:] for x in (first, second) for k in x.kernels if k.size_class]
+        by_slot = few and tokens == 1  # each id has tiles of its own
+        assert by_ids == [(tokens < 17, by_slot, few), (few, by_slot, False)]
         assert not few or (first.overlaps == (True,) and not first.kernels[0].reads_before_wait)
         passed = call.parts.parts[1].source.arrays_of(second.chosen)
-        assert (number in [places[n] for n in passed]) == few
+        assert (number in [places[n] for n in passed]) == routes
     any_size = call.choose(dict.fromkeys(call.parts.symbols, 1), H200, any_size=True)
     assert any_size.kernels[0].name == "route"
 
@@ -326,7 +327,7 @@ def test_ids_that_are_more_than_rows_are_sorted_before():
     call = call_of(layer("fewer rows"))
     steps = call.choose(dict.fromkeys(call.parts.symbols, 8), H200).steps
     assert steps[0].kernels[0].name == "route"
-    assert [k.size_class[-2:] for s in steps for k in s.kernels if k.size_class] == [(0, 0)] * 2
+    assert [k.size_class[-3:] for s in steps for k in s.kernels if k.size_class] == [(0, 0, 0)] * 2
 
 
 # encodings of weights that have kernels: with blocks along K
@@ -334,8 +335,8 @@ READ = [e for e in dict(readable()) if not e.endswith(("columns", "columns_f32")
 
 
 @pytest.mark.parametrize("encoding", few(READ, 3))
-def test_what_few_ids_take_the_place_of_has_no_other_use(encoding):
-    """No kernel but the product's own reads ids, or writes where they are passed."""
+def test_ids_are_passed_where_nothing_is_written(encoding):
+    """They have a field of their own, constant, which a product names to find its tiles alone."""
     shapes = (GROUPS, 2 * 128, K), (GROUPS, K, 128)
     dtype = torch.float16 if encoding == "f16" else torch.bfloat16
     weights = [list(quantize(torch.ones(s, dtype=dtype), ENCODINGS[encoding])) for s in shapes]
@@ -347,18 +348,21 @@ def test_what_few_ids_take_the_place_of_has_no_other_use(encoding):
     bias = {"gate_up_bias": torch.ones(GROUPS, 256, dtype=dtype)}
     forms = [*(("free", x) for x in ({}, bias, factors, {"first_expert": 4})), ("row", {})]
     given = torch.ones(3, K, dtype=dtype), torch.zeros(3, 2).long(), torch.ones(3, 2), *weights
-    ids, found = re.compile(r"reinterpret_cast<const i64\*>\(activations\)"), set[str]()
+    found = set[str]()
     for rows in {"bf16": ("bf16", "fp8", "mxfp8"), "f16": ("bf16",)}.get(encoding, ("bf16", "fp8")):
         how = {"weight_format": encoding, "activation_format": rows}
         for order, more in forms:
             call = call_of(fusion_of_call("fused_experts", *given, **how, **more), order=order)
+            (ids,) = (v for v in call.parts.inputs if v.type.dtype == "i64")
+            number, parts = call.number(ids), (call.parts.parts, call.parts.arrays.places)
             for tokens in (1, 3, 4, 5):
                 steps = call.choose(dict.fromkeys(call.parts.symbols, tokens), H200).steps
-                for step in (s for s in steps if s.chosen.few_ids):
-                    found.add(rows)
-                    assert step.chosen.ids or len(step.kernels) == 1
+                found |= {rows for step in steps if step.chosen.few_ids}
+                for part, places, step in zip(*parts, steps, strict=True):
+                    fields = [n for n, place in enumerate(places) if place == number]
+                    assert not step.chosen.ids or fields == [part.source.array_number(IDS)]
                     for kernel in step.kernels:
-                        text = ids.sub("", kernel.text) if kernel.size_class else kernel.text
-                        named = re.findall(r".*\bactivations\b.*", text)
-                        assert [line.split()[1:] for line in named] == [["activations;"]]
+                        named = set(re.findall(r"\S+ ids\b.|\S*\bids\b", kernel.text))
+                        read = named - {"void* ids;"}
+                        assert read <= ({"i64*>(ids"} if kernel.size_class else set())
     assert "bf16" in found

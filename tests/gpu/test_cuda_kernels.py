@@ -30,7 +30,7 @@ from fusion_moe.definitions.operations import (
     bind,
 )
 from fusion_moe.encodings import ENCODINGS, NVFP4, Encoding, Quantized, dequantize, quantize
-from fusion_moe.errors import GroupsError
+from fusion_moe.errors import FusionError, GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts.groups import ceil_to
 from fusion_moe.nn import swiglu
@@ -641,6 +641,19 @@ def test_few_ids_are_routed_by_the_first_product(count, dtype, bias):
         assert torch.equal(found, want)
         assert torch.equal(made(given)[0], want)
     fusion_moe.synchronize()
+
+
+def test_the_option_check_sees_kernels_of_few_ids():
+    """They are launched in one call alone: one by one, `route` sorts ids for each segment."""
+    x, ids, w = tokens(torch.randint(1, E, (2, K), generator=generator()))
+    args, kwargs = (x, ids, w, *quantized("w16x64")), {"weight_layout": "w16x64"}
+    given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
+    right, wrong = (replace(program("expert_mlp", args, kwargs), checked=True) for _ in range(2))
+    right(given)
+    parts = wrong.joined.parts
+    vars(parts)["routed"] = {i: (v, first + 1) for i, (v, first) in parts.routed.items()}
+    with pytest.raises(FusionError, match="check: all kernels in one call: it gets"):
+        wrong(given)
 
 
 # CUDA graphs --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from .heuristics import Chosen
 from .source import Array, KernelSource, Sizes
 
 # of the elements of arrays that do not hold values
-_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2, "u8": 1}
+_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2, "u8": 1, "const void": 0}
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,10 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
     for i in parts.without_rest:
         chosen[i] = replace(chosen[i], without_rest=True)
     for i, (ids, first) in parts.routed.items():
-        few = 0
-        if all(sources[n].takes_few_ids(chosen[n], sizes) for n in (i, i + 1)):
-            few = 2 if value(plain(ids.type.shape[0]), sizes) == 1 else 1
-        chosen[i] = replace(chosen[i], few_ids=few)
-        chosen[i + 1] = replace(chosen[i + 1], few_ids=few, ids=(stored(ids), first))
+        few = all(sources[n].takes_few_ids(chosen[n], sizes) for n in (i, i + 1))
+        one = few and value(plain(ids.type.shape[0]), sizes) == 1
+        chosen[i] = replace(chosen[i], few_ids=few, one_token=one)
+        chosen[i + 1] = replace(chosen[i + 1], few_ids=few, one_token=one, ids=(stored(ids), first))
     next_, previous = dict(links), {j: i for i, j in links}
     steps, after_product = list[Step](), False
     for i, (part, how) in enumerate(zip(parts.parts, chosen, strict=True)):

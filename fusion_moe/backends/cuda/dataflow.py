@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ...ir import Value, dependent, needed
+from .grouped_mm import IDS
 from .heuristics import AUTO
 from .product import Product
 from .source import Array, Source
@@ -61,8 +62,8 @@ class Inner:
 class CallArrays:
     """The arrays of a call by number: inputs, outputs that are made, inner arrays.
 
-    places: for each part, the numbers of its struct's arrays, and of the ids that the part before
-    has routed; inner: the arrays after inputs and outputs; numbers: by value of the call.
+    places: for each part, the numbers of its struct's arrays; inner: the arrays after inputs and
+    outputs; numbers: by value of the call.
     """
 
     places: tuple[tuple[int, ...], ...]
@@ -154,19 +155,19 @@ class Parts:
         argument, places = len(numbers), list[tuple[int, ...]]()
         created = list[tuple[Source, Value | Array, int]]()
         for i, part in enumerate(self.parts):
-            outputs: dict[object, Value] = dict(
+            given: dict[object, Value] = dict(
                 zip(part.source.fusion.outputs, part.outputs, strict=True)
             )
+            if routed := self.routed.get(i - 1):
+                given[IDS] = routed[0]
             results = [numbers[v] for v in part.inputs]
             arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
             for array in arrays:
-                key = outputs.get(array, (i, array))
+                key = given.get(array, (i, array))
                 if key not in numbers:
                     numbers[key] = len(numbers)
                     created.append((part.source, array, i))
                 results.append(numbers[key])
-            if routed := self.routed.get(i - 1):
-                results.append(numbers[routed[0]])
             places.append(tuple(results))
         last = {n: i for i, of_part in enumerate(places) for n in of_part}
         end = len(self.parts) - 1  # who records a run reads the ends of groups after it

@@ -34,6 +34,7 @@ from .vectors import Store, VectorElements
 ACTIVATIONS = "activations"  # the array that the prologue makes
 UNQUANTIZED = "unquantized"  # that of rows which a kernel after the product quantizes
 PARTIAL_SUMS = "partial_sums"
+IDS = Array("ids", "const void", 0)  # of experts, if the product before has routed by them
 LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh, which sums them separately
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
@@ -168,7 +169,7 @@ class ByVariants(PlannedSource):
         self._row_lines = made.lines
         shape = (self.matrix or plan.a).type.shape
         self.activations = Array(ACTIVATIONS, self.dtype, elements(shape))
-        self.scratch.append(self.activations)
+        self.scratch += [self.activations, *(() if self._maker_of_ends else (IDS,))]
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self.stores = list[str]()
         self._results = self._make_results(epilogue)
@@ -268,9 +269,7 @@ class ByVariants(PlannedSource):
                 s is not first,
                 s is not last,
                 s.variant.persistent and not last.variant.persistent,
-                chosen.any_size,
-                chosen.without_rest,
-                chosen.few_ids,
+                chosen,
             )
             for s in size_classes
         ]
@@ -324,9 +323,7 @@ class ByVariants(PlannedSource):
         concurrent_with_previous: bool,
         concurrent_with_next: bool,
         with_small_m: bool,
-        any_size: bool,
-        without_rest: bool,
-        few_ids: int,
+        chosen: Chosen,
     ) -> KernelSource:
         """One launch of a variant's kernel.
 
@@ -336,18 +333,20 @@ class ByVariants(PlannedSource):
         """
         variant = size_class.variant
         ids = (
-            not any_size
+            not chosen.any_size
             and not variant.persistent
             and self._knows_ids
             and rows <= _MAX_IDS
             and size_class.max_rows is None
         )
-        routes = few_ids > 0 and self._routing is not None
+        routes = chosen.few_ids and self._routing is not None
         reads_before_wait = (reads_before_wait or ids) and not routes
-        most = _UNBOUNDED - without_rest if size_class.max_rows is None else size_class.max_rows
+        unbounded = _UNBOUNDED - chosen.without_rest
+        most = unbounded if size_class.max_rows is None else size_class.max_rows
         bounds = size_class.above_rows, most
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m
-        by_ids = min(few_ids, 1 + (rows <= self.plan.groups)) or ids, routes
+        by_slot = chosen.one_token and rows <= self.plan.groups  # else blocks are fewer
+        by_ids = chosen.few_ids or ids, by_slot, routes
         # beside another kernel the driver keeps that one's; several blocks may not get enough
         carveout = variant.per_sm > 1 if variant.persistent else concurrent_with_previous
         return replace(
@@ -517,7 +516,7 @@ class ByVariants(PlannedSource):
         op, given, of_ids, route = self._routing, "", "", list[str]()
         if ids:
             of, first = ids
-            given = f"reinterpret_cast<const {of}*>({ACTIVATIONS}), {first}, i32(rows())"
+            given = f"static_cast<const {of}*>({IDS.name}), {first}, i32(rows())"
         elif op and self._knows_ids:
             of_ids = self.array(op.values[0], self.made_later)
             given = f"{of_ids}, {op.attrs.get('first_expert') or 0}, i32(rows())"
@@ -532,7 +531,7 @@ class ByVariants(PlannedSource):
             *inner(
                 [
                     "const i32 blocks = i32(gridDim.x) - size_class.routes;",
-                    "if (size_class.by_ids > 1 && number < blocks) {",
+                    "if (size_class.by_slot && number < blocks) {",
                     *(
                         ["    sorted_tokens()[threadIdx.x % 32] = 0;", "    __syncwarp();"]
                         if route

@@ -50,10 +50,10 @@ class Chosen:
     none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
     fragment order, as the previous segment wrote them, and whether the result is in fragment order.
     without_rest: whether rows of no group are left unwritten, since nothing reads them. few_ids:
-    whether no kernel sorts ids but the product's own, and the next product's; 2: those of one
-    token, of which each has tiles of its own; ids: for the latter product, their type, and the one
-    of group 0. by_wgmma: whether a product of codes is. way: which of a
-    product's ways computes it (product.py).
+    whether no kernel sorts ids but the product's own, and the next product's; one_token: whether
+    each of these ids has tiles of its own; ids: for the latter product, their type, and the one of
+    group 0. by_wgmma: whether a product of codes is. way: which of a product's ways computes it
+    (product.py).
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -61,7 +61,8 @@ class Chosen:
     writes_fragment_order: bool = False
     any_size: bool = False
     without_rest: bool = False
-    few_ids: int = 0
+    few_ids: bool = False
+    one_token: bool = False
     ids: tuple[str, int] | None = None
     by_wgmma: bool = False
     way: int = 0

@@ -99,17 +99,9 @@ class Product(PlannedSource):
         return self.ways[chosen.way].source.kernels(chosen, sizes, arch)
 
     def arrays_of(self, chosen: Chosen) -> list[int]:
-        """As in `Source`: those of the chosen way. Ids come after all of them, in place of the
-        array of activations, which are where they are read.
-        """
+        """As in `Source`: those of the chosen way."""
         own: list[Value | Array] = [*self.memory, *self.ways[chosen.way].source.scratch]
-        numbers = [self.array_number(a) for a in (*self.fusion.inputs, *own)]
-        if chosen.ids and chosen.few_ids:
-            assert self.by_variants
-            place = self.array_number(self.by_variants.activations)
-            ids = len(self.fusion.inputs) + len(self.memory) + len(self.scratch)
-            numbers = [ids if n == place else n for n in numbers]
-        return numbers
+        return [self.array_number(a) for a in (*self.fusion.inputs, *own)]
 
     def uses(self, array: Array, chosen: Chosen) -> bool:
         """As in `Source`."""

@@ -231,8 +231,8 @@ struct SizeClass {
         concurrent_with_next;  // whether the kernel before, or after, computes other groups of the
                                // same product
     i32 with_small_m;          // whether one of these is a small-M kernel
-    i32 by_ids;                // whether it finds its tile in ids that are not sorted yet;
-                               // 2: of one token
+    i32 by_ids;                // whether it finds its tile in ids that are not sorted yet
+    i32 by_slot;               // whether these are of one token: each has tiles of its own
     i32 routes;                // whether it sorts them for later kernels, too
 };
 
