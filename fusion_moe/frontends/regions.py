@@ -184,27 +184,39 @@ class _Search:
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
-            if not walk.refused and not self._differ(walk):
-                try:
-                    walk, trimmed = self._trimmed(walk)
-                    if of_users(walk) or is_torchs(seed):
-                        why = self._check(walk)
-                        if why and is_torchs(seed):
-                            expected = (
-                                "a product that the target has a kernel for: torch has its own"
-                            )
-                            raise Untranslatable(why, expected=expected)
-                    region = self._made(walk)
-                    self.trimmed.update(trimmed)
-                    return region
-                except Exception as error:  # an error in what translators made, wherever it shows
-                    at_fault = attribute_failure(walk, self._check)
-                    self.refused.update(at_fault)
-                    if not at_fault:
-                        if not isinstance(error, (FusionError, UnsupportedError, Untranslatable)):
-                            raise
-                        self.refused[seed] = error
+            if walk.refused or self._differ(walk):
+                continue
+            try:
+                walk, trimmed = self._trimmed(walk)
+                self._need_kernels(walk, seed)
+                region = self._made(walk)
+            except Exception as error:  # in what translators made, wherever it shows
+                self._blame(walk, seed, error)
+            else:
+                self.trimmed.update(trimmed)
+                return region
         return None
+
+    def _need_kernels(self, walk: Walk, seed: Node) -> None:
+        """Raises what compiling users' calls and torch's own products would raise, and
+        Untranslatable if there is no kernel for the latter.
+        """
+        why = self._check(walk) if of_users(walk) or is_torchs(seed) else ""
+        if why and is_torchs(seed):
+            raise Untranslatable(
+                why, expected="a product that the target has a kernel for: torch has its own"
+            )
+
+    def _blame(self, walk: Walk, seed: Node, error: Exception) -> None:
+        """Refuses the users' calls that are at fault for an error, else the seed; raises an error
+        that is not of a translator either.
+        """
+        at_fault = attribute_failure(walk, self._check)
+        self.refused.update(at_fault)
+        if not at_fault:
+            if not isinstance(error, (FusionError, UnsupportedError, Untranslatable)):
+                raise error
+            self.refused[seed] = error
 
     def _differ(self, walk: Walk) -> bool:
         """Under the option `check`: refuses users' calls whose translators compute something else;
