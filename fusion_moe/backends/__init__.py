@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import options, plugins, schedule
+from ..arch import lookup
 from ..encodings import Element
 from ..encodings.search import BLOCK_KERNELS, BlockKernels
 from ..errors import OptionError, PluginError, UnsupportedError, did_you_mean
@@ -142,6 +143,8 @@ def find(name: str, device: torch.device) -> Target:
             if name == "auto" and wanted == "meta"
             else "move the tensors to a supported device"
             if name == "auto"
+            else f"for a GPU, target='cuda', or fusion_moe.explain(..., gpu={wanted!r})"
+            if lookup(wanted)
             else did_you_mean(wanted, ["auto", *TARGETS]) or "; ".join(map(str, _failed))
         ),
     )
