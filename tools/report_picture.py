@@ -14,12 +14,13 @@ from playwright.sync_api import sync_playwright
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fusion_moe
+from fusion_moe.report.report import Report
 
 PICTURE = Path(__file__).parents[1] / "docs" / "report.png"
 WIDTH, HEIGHT = 1280, 1290
 
 
-def report() -> fusion_moe.Report:
+def report() -> Report:
     """Of a small model."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

@@ -23,7 +23,7 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class Asked:
         ]
 
 
-def differ(answers: Sequence[tuple[int, Answer]], wanted: Sequence[Answer]) -> dict[str, Any]:
+def differ(answers: Sequence[tuple[int, Answer]], wanted: Mapping[int, Answer]) -> dict[str, Any]:
     """How many answers have other tokens or other bits than those that are wanted, and by how much
     log-probabilities differ at most, up to the first other token.
     """

@@ -22,7 +22,7 @@ from fusion_moe.backends.cuda.one_group import (
     constants,
     microseconds,
 )
-from fusion_moe.backends.cuda.variants import Matrices, Variant
+from fusion_moe.backends.cuda.variants import LargeM, Matrices, SmallM
 
 # up to so many times the fastest a time counts so much
 _NEAR = ((1.3, 1.0), (2.0, 0.5), (math.inf, 0.2))
@@ -64,7 +64,9 @@ def write(found: Constants) -> None:
     CONSTANTS.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
-def _times(found: Iterable[Timings]) -> Iterator[tuple[Variant, int, Matrices, Arch, float, float]]:
+def _times(
+    found: Iterable[Timings],
+) -> Iterator[tuple[SmallM | LargeM, int, Matrices, Arch, float, float]]:
     """Kernels, rows, matrices, GPUs, us, and how much each counts."""
     variants = {v.name: v for v in VARIANTS}
     for timings in found:
