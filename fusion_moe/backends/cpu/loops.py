@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ...encodings import FP8_E8M0, NVFP4, Encoding
 from ...errors import UnsupportedError
-from ...ir import AnySize, Dim, Fusion, Op, Value, elements, plain
+from ...ir import FLOATS, AnySize, Dim, Fusion, Op, Value, elements, plain
 from ...ir.kinds.eight_bits import TRAINED
 from ..cxx import (
     Index,
@@ -216,7 +216,9 @@ class LoopsWriter(SegmentWriter):
         term = added.of(value, reshaped([_R, _J], (index.type.shape[0], width), value.type.shape))
         at = flat([_M, _J], (rows, width))
         copy = [*start.statements, self.store(out, at, first)]
-        add = [*added.statements, self.store(out, at, f"widen({self.names[out]}[{at}]) + {term}")]
+        now = f"{self.names[out]}[{at}]"
+        wide = f"widen({now})" if out.type.dtype in FLOATS else now
+        add = [*added.statements, self.store(out, at, f"{wide} + {term}")]
         body = [
             f"for (i64 m = 0; m < {size(rows)}; ++m) {{",
             *inner(_for_columns(copy)),
