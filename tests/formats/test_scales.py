@@ -103,15 +103,15 @@ def test_the_best_of_the_candidates(encoding, rule, dtype, kernels, monkeypatch)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_64", "int4_128_f16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_have_the_bits_of_plain_torch(name, rule, dtype, monkeypatch):
-    """A last group of blocks that is short, ties, signed zeros, subnormals, and numbers that
-    saturate.
+    """A last group of blocks that is short, ties, signed zeros, subnormals, numbers that saturate,
+    and signs that are only marked.
     """
     encoding = find(name)
     if rule not in ("max", *encoding.scales[0].others):
         return
     x = torch.cat([weight(23, 384).flatten(0, 1), (weight(17, 384).flatten(0, 1) * 8).round() / 8])
     x[0], x[1], x[2, ::3] = -0.0, x[1] * 2.0**-14, -0.0
-    x = x.to(dtype)
+    x = torch._neg_view(x.to(dtype))
     scale = None if name != "nvfp4" else matrix_scale_of(x, encoding) / 4
     found = quantize(x, encoding, scale, rule)
     monkeypatch.setitem(search.BLOCK_KERNELS, "cpu", lambda x, element: None)

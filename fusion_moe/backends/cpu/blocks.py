@@ -70,7 +70,9 @@ class CPUBlockKernels:
 
     def _run(self, entry: str, x: Tensor, *others: Any, out: Tensor) -> Tensor:
         """Calls an entry with x, what else it takes, and its output."""
-        kept = [t.contiguous() if isinstance(t, Tensor) else t for t in (x, *others, out)]
+        kept = [  # a sign may only be marked
+            t.resolve_neg().contiguous() if isinstance(t, Tensor) else t for t in (x, *others, out)
+        ]
         given = [ctypes.c_void_p(t.data_ptr()) if isinstance(t, Tensor) else t for t in kept]
         sizes = (
             ctypes.c_int(_DTYPES.index(x.dtype)),
