@@ -26,7 +26,7 @@ from . import added
 from .columns import Columns, columns
 from .heuristics import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .readers import reader, tile_bytes
-from .routing import made_first
+from .routing import made_first, problem
 from .source import NO_ENDS, Array, KernelSource, Sizes, Source
 from .variants import M8, Matrices, Variant
 from .vectors import Store, VectorElements
@@ -589,8 +589,7 @@ class ByVariants(PlannedSource):
         """How kernels find groups: ends, or what they are computed from."""
         form, given = "const i32*", "ends"
         if op := self._problem:
-            arrays = ", ".join(self.array(v, self.made_later) for v in op.values)
-            form, given = "Problem", f"{{{arrays}, {op.attrs['n']}, {op.attrs['k']}}}"
+            form, given = "Problem", problem(self, op)
         return f"__device__ __forceinline__ {form} partition() const {{ return {given}; }}"
 
     # Results for rows of groups -------------------------------------------------------------------

@@ -72,12 +72,17 @@ def _place(source: Source, op: Op) -> list[KernelSource]:
     return [source.for_all("place", elements(ids.type.shape), body)]
 
 
+def problem(source: Source, op: Op) -> str:
+    """The C++ of a partition in nvFuser's form: a Problem of kernels/ragged.cuh."""
+    arrays = ", ".join(source.array(v, source.made_later) for v in op.values)
+    return f"{{{arrays}, {op.attrs['n']}, {op.attrs['k']}}}"
+
+
 def _problem_ends(source: Source, op: Op) -> list[KernelSource]:
-    starts, problem, padded = (source.array(v, source.made_later) for v in op.values)
-    a, (ends,) = op.attrs, op.outputs
-    given = f"{starts}, {problem}, {padded}, {size(ends.type.shape[0])}, {size(a['rows'])}"
-    call = f"problem_ends({given}, {a['n']}, {a['k']}, {source.names[ends]}, error);"
-    return [source.kernel("problem_ends", [*source.WAIT, call], 1, threads=32)]
+    groups, ends = op.attrs["groups"].count, source.names[op.outputs[0]]
+    given = f"{problem(source, op)}, {size(op.attrs['rows'])}, {ends}, error"
+    body = [*source.WAIT, f"problem_ends<{groups}>({given});"]
+    return [source.kernel("problem_ends", body, 1, threads=32)]
 
 
 def _invert(source: Source, op: Op) -> list[KernelSource]:

@@ -121,10 +121,7 @@ struct GroupedRows {
 
   private:
     __device__ __forceinline__ void check_ends() const {
-        for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32) {
-            const i32 end = ends[g], least = g > 0 ? ends[g - 1] : 0;
-            if (end < least || end > rows) report(error, BAD_END, g, end);
-        }
+        for (i32 g = threadIdx.x % 32; g < GROUPS; g += 32) check_end(ends, g, rows, error);
     }
 };
 

@@ -127,37 +127,19 @@ __device__ __forceinline__ i32 place_of(Id id, const i32* expert_map, i64 expert
     return -1;
 }
 
-// starts [groups], sizes [groups, 3], padded_starts [groups], as nvFuser's grouped products take
-// them
-// -> ends [groups], by one warp. All three must spell one partition of `rows` rows, in groups of
-// products with n out- and k in-features: the first group that does not fit is reported, and ends
-// are made safe.
-__device__ __forceinline__ void problem_ends(const i32* starts, const i32* sizes,
-                                             const i32* padded_starts, i32 groups, i64 rows, i32 n,
-                                             i32 k, i32* ends, i64* error) {
-    const i32 lane = threadIdx.x % 32;
-    i64 end = 0, padded = 0;  // of the groups before
-    bool all_fit = true;
-    for (i32 first = 0; first < groups; first += 32) {
-        const i32 g = first + lane;
-        const bool is_group = g < groups;
-        const i32 m = is_group ? sizes[3 * g] : 0, some = max(m, 0);
-        i64 sum = some, padded_sum = (i64(some) + 127) / 128 * 128;
+// A partition in nvFuser's form -> ends [GROUPS], by one warp: the first group that does not fit is
+// reported, and ends are made safe.
+template <int GROUPS>
+__device__ __forceinline__ void problem_ends(const Problem& of, i32 rows, i32* ends, i64* error) {
+    constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
+    i32 end[EACH];
+    load_ends<GROUPS>(end, of, rows);
+    check_ends<GROUPS>(end, of, rows, error);
+    clamp_ends(end, rows);
 #pragma unroll
-        for (int apart = 1; apart < 32; apart *= 2) {
-            const i64 before = __shfl_up_sync(WHOLE_WARP, sum, apart),
-                      padded_before = __shfl_up_sync(WHOLE_WARP, padded_sum, apart);
-            if (lane >= apart) sum += before, padded_sum += padded_before;
-        }
-        const bool fits =
-            !is_group || (m >= 0 && end + sum <= rows && sizes[3 * g + 1] == n &&
-                          sizes[3 * g + 2] == k && starts[g] == end + sum - some &&
-                          padded_starts[g] == padded + padded_sum - (i64(some) + 127) / 128 * 128);
-        if (is_group) ends[g] = i32(min(end + sum, rows));
-        const u32 bad = __ballot_sync(WHOLE_WARP, !fits);
-        if (all_fit && bad != 0 && lane == __ffs(bad) - 1) report(error, BAD_PROBLEM, g, m);
-        all_fit = all_fit && bad == 0;
-        end += __shfl_sync(WHOLE_WARP, sum, 31), padded += __shfl_sync(WHOLE_WARP, padded_sum, 31);
+    for (int i = 0; i < EACH; ++i) {
+        const i32 g = threadIdx.x % 32 * EACH + i;
+        if (g < GROUPS) ends[g] = end[i];
     }
 }
 
@@ -207,19 +189,17 @@ __device__ __forceinline__ float sum_blocks(i64 start, i64 stop, Add add) {
     return float(total);
 }
 
-// Reports an end that is negative, below the one before it, or past the rows.
+// Reports an end that is below the one before it (0 before the first), or past the rows.
 __device__ __forceinline__ void check_end(const i32* ends, i64 g, i64 rows, i64* error) {
     const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
-    if (end < before || end < 0 || end > rows) report(error, BAD_END, i32(g), end);
+    if (end < before || end > rows) report(error, BAD_END, i32(g), end);
 }
 
 // Returns the rows of a group, limited to rows that there are. Reports ends that are wrong.
 __device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows, i64* error) {
-    const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
-    if ((end < before || end < 0 || end > rows) && threadIdx.x == 0)
-        report(error, BAD_END, i32(g), end);
-    const i32 first = min(max(before, 0), i32(rows));
-    return {i32(g), first, min(max(end, first), i32(rows))};
+    if (threadIdx.x == 0) check_end(ends, g, rows, error);
+    const i32 first = min(max(g > 0 ? ends[g - 1] : 0, 0), i32(rows));
+    return {i32(g), first, min(max(ends[g], first), i32(rows))};
 }
 
 }  // namespace

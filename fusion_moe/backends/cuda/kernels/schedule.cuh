@@ -78,13 +78,6 @@ class TileScheduler {
         __syncthreads();
     }
 
-    // The work tile of a number, by a whole warp; not there() past the last one.
-    __device__ __forceinline__ WorkTile find(i32 number) const {
-        WorkTiles tiles(*this);
-        tiles.go_to(number);
-        return tiles.more() ? tiles.current() : WorkTile{{-1}};
-    }
-
     // Goes through the work tiles of this block.
     class WorkTiles {
       public:

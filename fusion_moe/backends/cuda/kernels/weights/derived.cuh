@@ -343,6 +343,19 @@ struct TileCodes<8> {
     }
 };
 
+// Columns 16 c + 8 half + 2 v and the next one of row r (I = 0) or r + 8.
+template <class T, class E, int I>
+__device__ __forceinline__ u32 pair_of_tile(const TileCodes<E::BITS>& codes, int v, int half,
+                                            const Ready<T, E>& scales) {
+    if constexpr (Pairs<T, E>::FIT) {
+        return Pairs<T, E>::template weights<4 * I>(codes.words[v] >> 8 * half, scales);
+    } else {
+        u32 first, second;
+        codes.pair(v, half, I, first, second);
+        return decoded_pair<T, E>(first, second, scales, scales);
+    }
+}
+
 // Tiles of codes in shared memory, each run of lanes as `swizzled_lane` says.
 template <class T, class E, bool FRAGMENT_ORDER, class List = typename E::Scales>
 struct DerivedShared;
@@ -401,16 +414,8 @@ struct DerivedShared<T, E, FRAGMENT_ORDER, Parts<Part...>> {
     static __device__ __forceinline__ void row(const Packed& packed, int v, u32 (&a)[4]) {
         const Ready<T, E> scales = packed.of_block[v * BLOCKS / 4].template of_row<I>();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if constexpr (Pairs<T, E>::FIT) {
-                a[2 * half + I] =
-                    Pairs<T, E>::template weights<4 * I>(packed.codes.words[v] >> 8 * half, scales);
-            } else {
-                u32 first, second;
-                packed.codes.pair(v, half, I, first, second);
-                a[2 * half + I] = decoded_pair<T, E>(first, second, scales, scales);
-            }
-        }
+        for (int half = 0; half < 2; ++half)
+            a[2 * half + I] = pair_of_tile<T, E, I>(packed.codes, v, half, scales);
     }
 };
 
@@ -607,18 +612,8 @@ struct DerivedTiled<T, E, Parts<Part...>> : E::Outer {
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales,
                                                       int v, int half, u32* a) {
-        if constexpr (Pairs<T, E>::FIT) {
-            const u32 codes = packed.codes.words[v] >> 8 * half;
-            a[0] = Pairs<T, E>::template weights<0>(codes, scales.of_row[0]);
-            a[1] = Pairs<T, E>::template weights<4>(codes, scales.of_row[1]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32 first, second;
-                packed.codes.pair(v, half, i, first, second);
-                a[i] = decoded_pair<T, E>(first, second, scales.of_row[i], scales.of_row[i]);
-            }
-        }
+        a[0] = pair_of_tile<T, E, 0>(packed.codes, v, half, scales.of_row[0]);
+        a[1] = pair_of_tile<T, E, 1>(packed.codes, v, half, scales.of_row[1]);
     }
 
   private:
