@@ -1,5 +1,6 @@
 """What kernels of the CPU include first, compiled once for all of them: a compiler spends a third
 of its time for a small one on it. And, without `--all`, -O0 in place of -O3: a third of the rest.
+They are linked with empty libraries: to look through those of C++ takes as long as to compile.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fusion_moe.runtime import build, store
 # either.
 FIRST = '#include "product.h"\n#include "rows.h"\n'
 LEVEL, O3 = "KERNELS_OF_TESTS", "-O3"  # in the environment: what stands for it
+# What g++ would link with; libc and libm are not empty, since symbols have several versions there.
+EMPTY = "libstdc++.so.6", "libgomp.so.1", "libgcc_s.so.1"
 INTRINSICS = "#include <immintrin.h>\n"  # of all tiers but "generic"
 FOLDER = options.current().cache_dir  # not that of a test
 
@@ -48,7 +51,9 @@ def use() -> None:
         if first and "Free Software Foundation" in version((command[0],)):
             header = _header(tuple(command), "" if source.isa_level == "generic" else INTRINSICS)
             # gcc takes one if nothing stands before it
-            command = [command[0], "-include", str(header), *command[1:]]
+            sanitized = any(flag.startswith("-fsanitize") for flag in command)
+            linked = () if sanitized else _libraries(command[0])  # those of sanitizers too
+            command = [command[0], "-include", str(header), *command[1:], *linked]
         real(command, source, path)
 
     build.LibrarySource.file, build._compile = file, compile_  # type: ignore[method-assign]
@@ -67,3 +72,20 @@ def _header(command: tuple[str, ...], intrinsics: str) -> Path:
             lambda path: build._run([*command, "-x", "c++-header", str(header), "-o", str(path)]),
         )
     return header
+
+
+@cache
+def _libraries(compiler: str) -> tuple[str, ...]:
+    """Flags that link with libraries of no symbols, whose names are those that are loaded."""
+    version = build._version((compiler,))
+    empty = [compiler, "-shared", "-nostdlib", "-x", "c++", os.devnull]
+
+    def made(name: str) -> Path:
+        key = store.key_of(name, compiler, version)
+        return store.get_or_make(
+            f"{key}.so",
+            lambda path: build._run([*empty, f"-Wl,-soname,{name}", "-o", str(path)]),
+        )
+
+    with options.override(cache_dir=FOLDER):
+        return ("-nodefaultlibs", "-Wl,--no-as-needed", *map(str, map(made, EMPTY)), "-lm", "-lc")
