@@ -1,7 +1,7 @@
 """The main use, on a small real model: quantize its experts to NVFP4, compile it, measure it, and
 look at what was fused.
 
-    python examples/demo.py [--device cuda] [--text BYTES] [--tokens N]
+    python examples/demo.py [--device cuda] [--seconds S] [--text BYTES] [--tokens N]
 
 The model is a Qwen3-MoE trained on the Python standard library (examples/train_tiny_qwen3_moe.py
 made it).
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,8 @@ from fusion_moe.runtime import nvrtc
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
+PIECE = 200  # tokens of text that are read at once
+FEWEST = 6  # pieces that are read, steps and calls that are timed, whatever time they take
 PROMPT = '    def __repr__(self):\n        """Return'
 # batch size -> the fastest of transformers' own experts in eager bf16
 EXPERTS = {1: "batched_mm", 32: "grouped_mm"}
@@ -102,42 +108,91 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def wait(variant: Variant, what: str) -> None:
-    """Says on stderr what will take a while now."""
-    compiles = " (compiles first)" if variant.run is not variant.model else ""
-    print(f"  {variant.name}: {what}{compiles} ...", file=sys.stderr, flush=True)
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on stderr what takes a while now, and every eight seconds that it still does."""
+    over, start = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(8):
+            print(f"  {what} ... {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    print(f"  {what} ...", file=sys.stderr, flush=True)
+    teller = threading.Thread(target=say, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
-def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> Evaluation:
-    wait(variant, "perplexity")
+def within(seconds: float, items: Iterable[Any]) -> Iterator[Any]:
+    """The items until that time is over, at least FEWEST."""
     start = time.monotonic()
+    for i, item in enumerate(items):
+        if i >= FEWEST and time.monotonic() - start > seconds:
+            return
+        yield item
+
+
+def pieces_of(tokenizer: Any, texts: list[str]) -> list[str]:
+    """The texts in pieces of PIECE tokens each, without the few that, once cut, have another number
+    of tokens.
+    """
+    pieces = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        pieces += [tokenizer.decode(ids[i : i + PIECE]) for i in range(0, len(ids), PIECE)]
+    return [p for p in pieces if len(tokenizer(p, add_special_tokens=False).input_ids) == PIECE]
+
+
+def read(
+    variant: Variant, tokenizer: Any, pieces: list[str], seconds: float = math.inf
+) -> Evaluation:
+    """Of the pieces that are read in that time."""
     if variant.experts:
         variant.model.set_experts_implementation("grouped_mm")
-    found = evaluate(variant.run, tokenizer, texts)
+    losses = []
+    if variant.run is not variant.model:
+        with waiting(f"{variant.name}: compiling"):
+            evaluate(variant.run, tokenizer, pieces[:1])
+    start = time.monotonic()
+    with waiting(f"{variant.name}: perplexity"):
+        for piece in within(seconds, pieces):
+            losses.append(torch.cat(evaluate(variant.run, tokenizer, [piece]).losses))
+    total, tokens = float(torch.cat(losses).sum()), sum(map(len, losses))
+    size = sum(len(piece.encode()) for piece in pieces[: len(losses)])
+    found = Evaluation(tuple(losses), total / math.log(2) / size, math.exp(total / tokens))
     print(
         f"{variant.name:24} perplexity {found.perplexity:7.4f}   {found.bits_per_byte:.4f} bits "
-        f"per byte   ({time.monotonic() - start:.0f} s)",
+        f"per byte   ({size:,} bytes in {time.monotonic() - start:.0f} s)",
         flush=True,
     )
     return found
 
 
 @torch.inference_mode()
-def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Speed:
+def decode_speed(
+    variant: Variant, tokenizer: Any, batch: int, options: argparse.Namespace
+) -> Speed:
     """The speed of greedy decoding with a static cache."""
     if variant.experts:
         variant.model.set_experts_implementation(variant.experts[batch])
     device = variant.model.device
     prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids.to(device)
-    cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
+    room = prompt.shape[1] + options.tokens + 8
+    cache = StaticCache(config=variant.model.config, max_cache_len=room)
     given = {cache_argument(variant.model): cache}
     token = variant.model(prompt, **given).logits[:, -1:].argmax(-1)
-    wait(variant, f"{steps} steps at batch {batch}")
     seconds, run = [], variant.run if variant.decode is None else variant.decode
-    for i in range(steps + 3):
-        start = now(device.type)
-        token = run(token, **given).logits[:, -1:].argmax(-1)
-        if i >= 3:  # the first steps compile and warm up
+    compiles = "" if variant.run is variant.model else " compiles, then"
+    with waiting(f"{variant.name}:{compiles} decodes at batch {batch}"):
+        for _ in range(3):
+            token = run(token, **given).logits[:, -1:].argmax(-1)
+        for _ in within(options.seconds, range(options.tokens)):
+            start = now(device.type)
+            token = run(token, **given).logits[:, -1:].argmax(-1)
             seconds.append(now(device.type) - start)
     return Speed.of(seconds, batch)
 
@@ -160,23 +215,22 @@ def expert_bytes(model: torch.nn.Module) -> int:
 def compiled(
     name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]
 ) -> Variant:
-    """The model under torch.compile: for texts of any length without CUDA graphs, which would be
-    recorded for each length.
+    """The model under torch.compile, a program for each shape: that of all pieces of text, without
+    CUDA graphs, and that of each batch.
     """
-    graphs = (
-        torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
-    )
-    return Variant(name, model, torch.compile(model, backend=backend), experts, graphs)
+    compile_ = partial(torch.compile, model, backend=backend, dynamic=False)
+    graphs = compile_(mode="reduce-overhead") if device == "cuda" else None
+    return Variant(name, model, compile_(), experts, graphs)
 
 
 def compare_speeds(
-    variants: list[Variant], tokenizer: Any, steps: int
+    variants: list[Variant], tokenizer: Any, options: argparse.Namespace
 ) -> dict[tuple[str, int], Speed]:
     speeds, rows = {}, []
     for variant in variants:
         cells = []
         for batch in BATCHES:
-            speed = speeds[variant.name, batch] = decode_speed(variant, tokenizer, batch, steps)
+            speed = speeds[variant.name, batch] = decode_speed(variant, tokenizer, batch, options)
             cells.append(f"{speed.median:>14,.0f}{speed.spread:>9.0%}")
         rows.append(f"{variant.name:24}" + "".join(cells))
     print(
@@ -207,8 +261,8 @@ def verdict(ours: Speed, other: Speed, name: str) -> str:
 
 
 def large_layer(device: str) -> torch.nn.Module:
-    """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights: 604 M parameters,
-    128 experts, 8 for each token.
+    """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights, the same in each
+    expert: 604 M parameters, 128 experts, 8 for each token.
     """
     config = Qwen3MoeConfig(
         hidden_size=2048,
@@ -222,16 +276,18 @@ def large_layer(device: str) -> torch.nn.Module:
         layer = Qwen3MoeSparseMoeBlock(config)
     layer = layer.bfloat16().to_empty(device=device).requires_grad_(False).eval()
     for parameter in layer.parameters():
-        parameter.uniform_(-0.04, 0.04)
+        alike = parameter[0] if parameter.dim() == 3 else parameter  # drawing all takes long
+        parameter.copy_(torch.empty_like(alike).uniform_(-0.04, 0.04))
     return layer
 
 
 @torch.inference_mode()
-def time_large_layer(calls: int, device: str) -> None:
+def time_large_layer(options: argparse.Namespace) -> None:
     """One token through the layer: bf16 and NVFP4, both compiled, in turns; each call has its own
     token and experts.
     """
-    tokens = torch.randn(calls + 3, 1, 1, 2048, device=device).bfloat16()
+    device = options.device
+    tokens = torch.randn(options.calls + 3, 1, 1, 2048, device=device).bfloat16()
     runs = {}
     for name, backend in (("bf16 Inductor", "inductor"), ("NVFP4 compiled", "fusion_moe")):
         if backend == "inductor" and not has_compiler():
@@ -239,19 +295,22 @@ def time_large_layer(calls: int, device: str) -> None:
         layer = large_layer(device)
         if backend == "fusion_moe":
             start = time.monotonic()
-            fusion_moe.quantize_(layer)
-            print(f"quantized in {time.monotonic() - start:.1f} s")
+            with waiting("NVFP4: quantizing"):
+                fusion_moe.quantize_(layer)
+            print(f"quantized in {time.monotonic() - start:.1f} s", flush=True)
         # CUDA graphs: for one token, the GPU needs less time than Python
         mode = "reduce-overhead" if device == "cuda" else None
         runs[name] = torch.compile(layer, backend=backend, mode=mode)
-        for x in tokens[:3]:  # compiles, warms up
-            runs[name](x)
+        with waiting(f"{name}: compiling"):
+            for x in tokens[:3]:  # compiles, warms up
+                runs[name](x)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for x in tokens[3:]:  # in turns: what else the machine does meets both
-        for name, run in runs.items():
-            start = now(device)
-            run(x)
-            seconds[name].append(now(device) - start)
+    with waiting("one token at a time"):
+        for x in within(options.seconds, tokens[3:]):
+            for name, run in runs.items():  # in turns: what else the machine does meets both
+                start = now(device)
+                run(x)
+                seconds[name].append(now(device) - start)
     for name, took in seconds.items():
         print(f"{name:24} {1e3 * statistics.median(took):6.2f} ms for one token")
     if len(runs) == 2:
@@ -289,9 +348,17 @@ def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> 
     ]
 
 
-def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[str]) -> None:
-    """The effect of four bits, and of different rounding in fused kernels."""
-    found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
+def compare_perplexities(
+    variants: list[Variant], tokenizer: Any, options: argparse.Namespace
+) -> None:
+    """The effect of four bits, and of different rounding in fused kernels; all read what the first
+    one has time for.
+    """
+    pieces = pieces_of(tokenizer, load_heldout(max_bytes=options.text))
+    first, *others = (v for v in variants if v.name != "bf16 Inductor")
+    found = {first.name: read(first, tokenizer, pieces, options.seconds)}
+    pieces = pieces[: len(found[first.name].losses)]
+    found |= {v.name: read(v, tokenizer, pieces) for v in others}
     low, middle, high = change(found["NVFP4 eager"].losses, found["bf16 eager"].losses)
     rounding = found["NVFP4 compiled"].perplexity / found["NVFP4 eager"].perplexity - 1
     print(
@@ -310,7 +377,6 @@ def main(options: argparse.Namespace) -> None:
     step("load")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     bf16, nvfp4 = load(options.device), load(options.device)
-    texts = load_heldout(max_bytes=options.text)
     print(
         f"{type(bf16).__name__}, {sum(p.numel() for p in bf16.parameters()) / 1e6:.1f} M "
         f"parameters, from {MODEL.name}"
@@ -327,8 +393,8 @@ def main(options: argparse.Namespace) -> None:
 
     step('compile: torch.compile(model, backend="fusion_moe")')
     variants = all_variants(bf16, nvfp4, options.device)
-    step(f"perplexity on {sum(len(t.encode()) for t in texts):,} bytes of held-out text")
-    compare_perplexities(variants, tokenizer, texts)
+    step(f"perplexity on held-out text, {PIECE} tokens at a time")
+    compare_perplexities(variants, tokenizer, options)
 
     where = (
         f"{torch.get_num_threads()} threads"
@@ -336,17 +402,19 @@ def main(options: argparse.Namespace) -> None:
         else torch.cuda.get_device_name()
     )
     step(
-        f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread "
-        "p10 to p90)"
+        f"decoding, tokens per second on {where} (median of at most {options.tokens} "
+        "steps, spread p10 to p90)"
     )
     torch._dynamo.reset()  # decoding compiles again, for one token a sequence
-    say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
+    say_who_wins(compare_speeds(variants, tokenizer, options))
 
     step(f"one layer of Qwen3-30B-A3B's size, on {where}")
-    time_large_layer(options.calls, options.device)
+    time_large_layer(options)
 
     step("a completion, NVFP4")
-    print(completion(variants[-2], tokenizer, 60))
+    with waiting("60 tokens"):
+        text = completion(variants[-2], tokenizer, 60)
+    print(text)
 
     step("what was fused: fusion_moe.explain(model, input_ids) for one token")
     with torch.inference_mode():
@@ -360,9 +428,17 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="a GPU where there is one")
-    parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text")
-    parser.add_argument("--tokens", type=int, default=24, help="decoding steps that are timed")
     parser.add_argument(
-        "--calls", type=int, default=100, help="calls of the large layer that are timed"
+        "--seconds",
+        type=float,
+        default=6,
+        help="what a measurement takes, about: on a slow machine it has less of what follows",
+    )
+    parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text, at most")
+    parser.add_argument(
+        "--tokens", type=int, default=24, help="decoding steps that are timed, at most"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=100, help="calls of the large layer that are timed, at most"
     )
     main(parser.parse_args())
