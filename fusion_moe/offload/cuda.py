@@ -13,14 +13,12 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import backends, options
-from ..definitions.operations import each_tensor
 from ..encodings import ENCODINGS, Encoding, Part
 from ..errors import UnsupportedError
 from ..layouts import W16X64, check_ids
@@ -33,7 +31,7 @@ from .moves import LIMIT, Moves, Shared
 from .pinned import copy, pinned
 from .requester import register
 from .split import Constants
-from .steps import Steps, steps_of
+from .steps import Steps
 
 CAPACITY = 512  # rows of experts of a step that decodes
 _PIECE = 2**24  # bytes of files that are copied at once
@@ -72,7 +70,6 @@ class Cuda:
         # a step may read all this until it has ended
         weakref.finalize(self, _wait, device, os.getpid())
         self.moves = self._moves()
-        self._steps: dict[Any, Steps] = {}
         self._side, self._changed = torch.cuda.Stream(device), torch.cuda.Event()
         self._copied = torch.cuda.Event(), torch.cuda.Event()  # pieces of a turn
         # whether this change of the cache waits for earlier steps already, and the next step for it
@@ -220,19 +217,12 @@ class Cuda:
         pieces = (t.split(each) for t in (x, ids, w))
         return torch.cat([self._step(*piece) for piece in zip(*pieces, strict=True)])
 
-    def _given(self, x: Tensor, placed: Tensor, w: Tensor) -> Mapping[str, Tensor]:
-        return dict(each_tensor(self._arguments(x, placed, w)))
-
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
         """As in `Device`. Slots are in place of ids."""
-        key = x.dtype, ids.shape[1], w.dtype
-        if key not in self._steps:
-            self._steps[key] = steps_of(self._arguments(x, ids.int(), w))
-        return self._steps[key]
+        return self.storage.steps(x, ids.int(), w, self.slots, weight_layout=self.layout)
 
-    def _arguments(self, x: Tensor, placed: Tensor, w: Tensor) -> dict[str, Any]:
-        """Those of the operation on slots."""
-        return self.storage.arguments(x, placed, w, self.slots, weight_layout=self.layout)
+    def _given(self, x: Tensor, placed: Tensor, w: Tensor) -> Mapping[str, Tensor]:
+        return self.storage.given(x, placed, w, self.slots, weight_layout=self.layout)
 
     # Whole layers ---------------------------------------------------------------------------------
 

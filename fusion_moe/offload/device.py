@@ -179,21 +179,23 @@ class HostStorage:
         return torch.ops.fusion_moe.fused_experts(**self.arguments(x, ids, w, self.tensors))
 
     def steps(
-        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], expert_map: Tensor
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], **more: Any
     ) -> Steps:
-        """The programs of the device for tensors like these, any number of tokens."""
+        """The programs of the device for tensors like these, any number of tokens. more: how it
+        finds experts in slots.
+        """
         key = x.dtype, ids.dtype, ids.shape[1], w.dtype, len(slots["down[0]"])
         if key not in self._steps:
-            self._steps[key] = steps_of(self.arguments(x, ids, w, slots, expert_map=expert_map))
+            self._steps[key] = steps_of(self.arguments(x, ids, w, slots, **more))
         return self._steps[key]
 
     def given(
-        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], expert_map: Tensor
+        self, x: Tensor, ids: Tensor, w: Tensor, slots: Mapping[str, Tensor], **more: Any
     ) -> dict[str, Tensor]:
         """The tensors of a call of the experts by their argument names, without arguments that are
         no tensors. slots: tensors of the cache.
         """
-        return dict(each_tensor(self.arguments(x, ids, w, slots, expert_map=expert_map)))
+        return dict(each_tensor(self.arguments(x, ids, w, slots, **more)))
 
 
 def decide(

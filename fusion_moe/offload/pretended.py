@@ -50,7 +50,7 @@ class Pretended:
 
     def steps(self, x: Tensor, ids: Tensor, w: Tensor) -> Steps:
         """As in `Device`."""
-        return self.storage.steps(x, ids, w, self.slots, self.expert_map)
+        return self.storage.steps(x, ids, w, self.slots, expert_map=self.expert_map)
 
     def step(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         """As in `Device`."""
@@ -68,10 +68,12 @@ class Pretended:
         steps = self.steps(x, ids, w)
         table, room = expert_map.clone(), max(self.spare, 1)
         self._bring(decided.copied[:room], table)
-        y, _, _, slot_of = steps.rows(self.storage.given(x, ids, w, self.slots, table))
+        y, _, _, slot_of = steps.rows(self.storage.given(x, ids, w, self.slots, expert_map=table))
         for first in range(room, len(decided.copied), room):  # what the first turn left at zero
             self._bring(decided.copied[first : first + room], table.fill_(-1))
-            result, ends, _, rows = steps.rows(self.storage.given(x, ids, w, self.slots, table))
+            result, ends, _, rows = steps.rows(
+                self.storage.given(x, ids, w, self.slots, expert_map=table)
+            )
             there = rows < ends[-1]
             y[slot_of[there].long()] = result[rows[there].long()]
         if decided.computed:
