@@ -4,20 +4,27 @@ all gradients are equal, bit for bit.
 
     python benchmarks/offload_training.py --layers 12 --tokens 16384 4096
     python benchmarks/offload_training.py --model qwen3-235b --layers 4 --files FOLDER
+    python benchmarks/offload_training.py --attention --checkpointing    # needs PEFT
     python benchmarks/offload_training.py --model tiny --tokens 64    # on a CPU: equal bits alone
-    python benchmarks/offload_training.py --model tiny --tokens 64 --steps 500    # flat memory
+    python benchmarks/offload_training.py --model small --layers 4 --tokens 2048 --files FOLDER \\
+        --steps 500    # flat memory
 
 Layers of experts of a model's sizes with random weights, LoRA of rank 16, and four frozen square
 products between them in place of attention, which is not computed, since it would add up gradients
-in another order each time.
+in another order each time. --attention: the model of finetune_peers.py, without an optimizer; its
+gradients are not compared.
+
+A time is that of a step among several that nothing waits for in between, as in training: what one
+step fetches for the next comes meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +46,11 @@ from fusion_moe.runtime.host_memory import pages
 MODELS = {
     "qwen3-30b": (128, 2048, 768, 8),
     "qwen3-235b": (128, 4096, 1536, 8),
+    "small": (32, 1024, 512, 4),
     "tiny": (8, 64, 32, 2),
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WARM, STEPS = 2, 5
+WARM, TIMES, STEPS = 2, 5, 3  # steps of a time
 
 
 class Layers(nn.Module):
@@ -139,21 +147,33 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(models: Sequence[Layers], given: tuple[Tensor, ...]) -> list[tuple[float, float]]:
-    """Of a step of each model, which take turns; and GB of the GPU's memory at its peak."""
-    times, peaks = [list[float]() for _ in models], [0] * len(models)
+def backward(model: Layers, given: tuple[Tensor, ...]) -> None:
+    """A step, whose gradients are dropped."""
     x, ids, w = given
-    for _ in range(WARM + STEPS):
-        for number, model in enumerate(models):
-            model.zero_grad()
-            before = begun()
-            start = time.perf_counter()
-            model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+    model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+    model.zero_grad()
+
+
+def of_text(model: Any, ids: Tensor) -> None:
+    """A step of a whole model, whose gradients are dropped."""
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    model.zero_grad()
+
+
+def milliseconds(calls: Sequence[Callable[[], object]]) -> list[tuple[float, float]]:
+    """Of each call, which take turns, several at once; and GB of the GPU's memory at its peak."""
+    times, peaks = [list[float]() for _ in calls], [0] * len(calls)
+    for _ in range(WARM + TIMES):
+        for number, call in enumerate(calls):
+            before, start = begun(), time.perf_counter()
+            for _ in range(STEPS):
+                call()
             synchronize()
-            times[number].append(1e3 * (time.perf_counter() - start))
+            times[number].append(1e3 * (time.perf_counter() - start) / STEPS)
             peaks[number] = max(peaks[number], peak() - before)
-            model.zero_grad()
-    middle = [sorted(each[WARM:])[STEPS // 2] for each in times]
+    middle = [sorted(each[WARM:])[TIMES // 2] for each in times]
     return [(ms, nbytes / 1e9) for ms, nbytes in zip(middle, peaks, strict=True)]
 
 
@@ -171,11 +191,10 @@ def peak() -> int:
     return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
 
 
-def copies(model: Layers) -> float:
+def copies(layers: Sequence[Any]) -> float:
     """Milliseconds that the copies of a step take by themselves: all layers both ways, but for the
     three last ones of each way, which are there.
     """
-    layers = model.layers
     at = layers[0].storage.empty(layers[0].storage.experts, DEVICE)
     return sum(_copying(layer, at) for layer in [*layers[3:], *layers[:-3]])
 
@@ -184,13 +203,13 @@ def _copying(layer: Any, at: dict[str, Tensor]) -> float:
     """Milliseconds of what is away of a layer."""
     away = (layer.device.expert_map < 0).nonzero().flatten().tolist()
     times = []
-    for _ in range(STEPS):
+    for _ in range(TIMES):
         synchronize()
         start = time.perf_counter()
         layer.device.fetch(away, at)
         synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[STEPS // 2]
+    return sorted(times)[TIMES // 2]
 
 
 def host_bytes() -> int:
@@ -201,10 +220,8 @@ def host_bytes() -> int:
 
 def many(model: Layers, given: tuple[Tensor, ...], steps: int) -> None:
     """Prints what steps leave in the host's memory."""
-    x, ids, w = given
     for number in range(1, steps + 1):
-        model.zero_grad()
-        model(x.clone().requires_grad_(), ids, w).float().square().mean().backward()
+        backward(model, given)
         if number in (steps // 10, steps // 2, steps):
             synchronize()
             print(f"after {number} steps {host_bytes() / 1e6:,.1f} MB of the host", flush=True)
@@ -220,24 +237,56 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 4096])
     parser.add_argument("--files", type=Path, help="a folder for the second half of the layers")
     parser.add_argument("--steps", type=int, help="so many, and what is in memory after them")
+    parser.add_argument("--attention", action="store_true", help="a whole model, with PEFT")
+    parser.add_argument("--checkpointing", action="store_true", help="of its gradients")
     args = parser.parse_args()
     if args.steps:
         many(built(args, away=True), inputs(args, args.tokens[0]), args.steps)
         return
+    if args.attention:
+        with_attention(args)
+        return
     models = [built(args, away) for away in (False, True)]
     for tokens in args.tokens:
         given = inputs(args, tokens)
-        (resident, _), (ms, more) = milliseconds(models, given)
-        link, (want, found) = copies(models[1]), [[*step(m, *given)] for m in models]
+        times = milliseconds([partial(backward, m, given) for m in models])
+        link, (want, found) = copies([*models[1].layers]), [[*step(m, *given)] for m in models]
         equal = sum(a.cpu().equal(b.cpu()) for a, b in zip(found, want, strict=True))
-        print(
-            f"{args.model}, {args.format}, {args.layers} layers, {tokens:,} tokens, "
-            f"{args.resident:.0%} there: "
-            f"{ms:.1f} ms, all there {resident:.1f} ms, copies {link:.1f} ms: "
-            f"{max(resident, link) / ms:.3f} of what bounds it; a step takes {more:.2f} GB; "
-            f"{equal} of {len(want)} equal",
-            flush=True,
-        )
+        show(args, tokens, times, link, f"{equal} of {len(want)} equal")
+
+
+def with_attention(args: argparse.Namespace) -> None:
+    """Prints a line for each number of tokens."""
+    from finetune_peers import SEQUENCE, ours
+
+    args.config, args.vocabulary = args.model, None
+    models = [ours(args, away).to(DEVICE).train() for away in (False, True)]
+    for model in models if not args.checkpointing else ():
+        model.gradient_checkpointing_disable()
+    link = copies([m for m in models[1].modules() if isinstance(m, OffloadedExperts)])
+    for tokens in args.tokens:
+        length = min(tokens, SEQUENCE)
+        ids = torch.randint(0, 100, (tokens // length, length), device=DEVICE)
+        times = milliseconds([partial(of_text, m, ids) for m in models])
+        show(args, tokens, times, link, "with attention" + ", checkpointing" * args.checkpointing)
+
+
+def show(
+    args: argparse.Namespace,
+    tokens: int,
+    times: Sequence[tuple[float, float]],
+    link: float,
+    more: str,
+) -> None:
+    """Prints a line. times: with all there, and away; link: of copies."""
+    (resident, _), (ms, nbytes) = times
+    print(
+        f"{args.model}, {args.format}, {args.layers} layers, {tokens:,} tokens, "
+        f"{args.resident:.0%} there: "
+        f"{ms:.1f} ms, all there {resident:.1f} ms, copies {link:.1f} ms: "
+        f"{max(resident, link) / ms:.3f} of what bounds it; a step takes {nbytes:.2f} GB; {more}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

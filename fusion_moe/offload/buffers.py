@@ -78,7 +78,12 @@ class Buffers:
             tensors = storage.empty(storage.experts, device.on)
             at = _Arrival(tensors, device.unpacker(tensors, self._weights))
             self._free.append(_Arriving((-1, -1), (), at, Future()))
-        self._side = torch.cuda.Stream(device.on) if device.on.type == "cuda" else None
+        # by `copies_itself`: pieces of files, which come one by one, do not queue behind others
+        self._sides = {
+            by_itself: torch.cuda.Stream(device.on)
+            for by_itself in (False, True)
+            if device.on.type == "cuda"
+        }
         self._thread = ThreadPoolExecutor(1)  # for layers whose devices do not copy by themselves
         self._turns = Turns(device.on)
         self._arriving = list[_Arriving]()  # in this order
@@ -123,31 +128,40 @@ class Buffers:
 
     def _fetch(self, layer: Layer, experts: Collection[int]) -> None:
         """Begins to copy those of the experts that are in no slot, after all that was launched,
-        unless they are where they arrived before.
+        also on other streams, unless they are where they arrived before.
         """
-        in_slots = layer.device.expert_map
+        in_slots = layer.device.expert_map.tolist()
         away = [e for e in sorted(experts) if in_slots[e] < 0]
         for i, before in enumerate(self._free):
             if before.is_of(layer.key) and {*away} <= {*before.experts}:
                 self._arriving.append(self._free.pop(i))
                 return
-        at = self._free.pop(0).at
-        if self._side:
-            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        at, sides = self._free.pop(0).at, self._sides.values()
+        streams = [*sides, torch.cuda.current_stream(layer.device.on)] if sides else []
+        launched = [stream.record_event() for stream in streams]
         if not layer.device.copies_itself:
-            done = self._thread.submit(self._copy, layer, away, at)
+            done = self._thread.submit(self._copy, layer, away, at, launched)
         else:
             done = Future[Any]()
             try:
-                done.set_result(self._copy(layer, away, at))
+                done.set_result(self._copy(layer, away, at, launched))
             except Exception as error:  # for who reads them, if anybody does
                 done.set_exception(error)
         self._arriving.append(_Arriving(layer.key, away, at, done))
 
-    def _copy(self, layer: Layer, experts: Sequence[int], at: _Arrival) -> Any:
-        with torch.cuda.stream(self._side) if self._side else contextlib.nullcontext():
+    def _copy(
+        self,
+        layer: Layer,
+        experts: Sequence[int],
+        at: _Arrival,
+        launched: Sequence[torch.cuda.Event],
+    ) -> Any:
+        side = self._sides.get(layer.device.copies_itself)
+        with torch.cuda.stream(side) if side else contextlib.nullcontext():
+            for event in launched:  # here, since the thread may still copy for a layer before
+                torch.cuda.current_stream().wait_event(event)
             layer.device.fetch(experts, at.tensors)
-            return self._side.record_event() if self._side else None
+            return side.record_event() if side else None
 
     def _drop(self) -> _Arriving:
         """The first that arrive, when they are there or have failed; their place is free."""
@@ -160,8 +174,8 @@ class Buffers:
         """Puts what has arrived, and what is in slots, to where products read it."""
         arriving = self._drop()
         event = arriving.done.result()
-        if self._side:
-            torch.cuda.current_stream(self._side.device).wait_event(event)
+        if self._sides:
+            torch.cuda.current_stream(layer.device.on).wait_event(event)
         layer.device.complete(arriving.at.tensors)
         for i, j in runs(arriving.experts):
             arriving.at.unpack(arriving.experts[i], j - i)

@@ -101,6 +101,20 @@ def test_of_training(monkeypatch, capsys):
     assert "11 of 11 equal" in capsys.readouterr().out
 
 
+def test_of_training_with_attention(monkeypatch, capsys):
+    pytest.importorskip("peft")
+    import finetune_peers
+
+    for module in (offload_training, finetune_peers):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(offload_training, "TIMES", 1)
+    given = ["--model", "tiny", "--layers", "2", "--tokens", "64", "--resident", "0.4"]
+    monkeypatch.setattr(sys, "argv", ["offload_training.py", *given, "--attention"])
+    with torch.enable_grad():
+        offload_training.main()
+    assert capsys.readouterr().out.rstrip().endswith("with attention")
+
+
 def test_what_many_steps_leave(monkeypatch, capsys):
     monkeypatch.setattr(offload_training, "DEVICE", torch.device("cpu"))
     given = ["--model", "tiny", "--layers", "3", "--tokens", "8", "--steps", "10"]
