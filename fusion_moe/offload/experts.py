@@ -49,7 +49,7 @@ class OffloadedExperts(Experts):
     _steps: int
     _number: int
     _changing: Any  # a lock: one change of the cache at a time
-    _version: int  # of the weights
+    _version: int  # of the weights, but for writes that torch counts
     _shared: dict[Any, Buffers]  # by the form of layers
     _uses: Tensor  # i64[E]: how many slots named each expert,
     _new: Tensor  # and since the cache changed
@@ -123,6 +123,8 @@ class OffloadedExperts(Experts):
             with torch.autocast(device, enabled=False):  # as the operation does it
                 cast = hidden_states.to(torch.get_autocast_dtype(device))
                 return self.step(cast, top_k_index, top_k_weights, adapters)
+        if self._in_slots != self.key:  # torch has counted writes
+            self.renew()
         x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, k)
         args = x, ids, top_k_weights.reshape(-1, k)
         try:
@@ -141,8 +143,11 @@ class OffloadedExperts(Experts):
 
     @property
     def key(self) -> tuple[int, int]:
-        """The module's number, and the version of its weights."""
-        return self._number, self._version
+        """The module's number, and the version of its weights: how often they were renewed, and
+        how often torch has counted writes to them.
+        """
+        counts = (0 if t.is_inference() else t._version for t in self.storage.tensors.values())
+        return self._number, self._version + sum(counts)
 
     @property
     def layer_buffers(self) -> Buffers:
@@ -205,6 +210,7 @@ class OffloadedExperts(Experts):
             if slot >= 0:
                 self.device.load(slot, expert)
         self.device.publish(self.cache.expert_map)
+        self._in_slots = self.key
 
     def explain(self, x: Tensor, ids: Tensor, w: Tensor) -> tuple[str, str]:
         """What a call with these arguments does, and the program of its steps."""

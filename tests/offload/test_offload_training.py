@@ -195,13 +195,44 @@ def test_few_tokens_copy_the_experts_that_they_name():
     assert layer.counters.bytes_copied == layer.counters.copied * layer.storage.nbytes
 
 
-def test_weights_that_change_in_between_are_an_error():
+def write(layer: Experts, how: str, new: dict[str, Tensor]) -> None:
+    """New numbers in place of a layer's."""
+    if how == "update_weights_":
+        fusion_moe.update_weights_(layer, new)
+    elif how == "load_state_dict":
+        layer.load_state_dict(new, strict=False)
+    else:
+        own = layer.state_dict() if how == "state_dict" else dict(layer.named_parameters())
+        with torch.no_grad():
+            for name, t in new.items():
+                own[name].copy_(t)
+
+
+WRITES = ("update_weights_", "load_state_dict", "state_dict", "parameters")
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_are_read_by_slots_the_host_and_copies(how):
+    plain, found = both(adapters=False)
+    steps(found)  # copies of the next step are there
+    for model in (plain, found):
+        write(model.layers[1], how, experts(E, H, I, seed=9).state_dict())
+    want = gradients(plain, 40, torch.bfloat16)
+    assert_equal(gradients(found, 40, torch.bfloat16), want)
+    for model in (plain, found):
+        write(model.layers[2], how, experts(E, H, I, seed=8).state_dict())
+    with torch.no_grad():
+        assert found(*tokens(40)).equal(plain(*tokens(40)))
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_weights_that_change_in_between_are_an_error(how):
     plain, found = both()
     other = experts(E, H, I, seed=9).state_dict()
     x, ids, w = tokens(40)
     y = found(x.requires_grad_(), ids, w)
     for model in (plain, found):
-        fusion_moe.update_weights_(model.layers[1], other)
+        write(model.layers[1], how, other)
     with pytest.raises(UnsupportedError, match="changed between forward and backward"):
         y.sum().backward()
     for model in (plain, found):
