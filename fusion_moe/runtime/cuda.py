@@ -26,7 +26,6 @@ from ..errors import BuildError, OptionError, UnsupportedError
 from . import nvrtc, timeline
 from .driver import checked, driver, make_current, version_number
 
-_FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
 _STREAMS = 64  # how many a launch remembers
 _MAPS = 4096  # how many a process remembers
 _MAP_BYTES = 128
@@ -154,7 +153,7 @@ def load(path: Path, name: str, shared: int) -> Function:
     library = checked(d.cuLibraryLoadData(code, None, None, 0, None, None, 0), str(path))
     kernel = checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
     timeline.add(name, library, code)
-    if shared > _FREE_SHARED:
+    if shared:  # with what a kernel declares, it may be more than it gets without asking
         most = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         for device in range(torch.cuda.device_count()):
             checked(d.cuKernelSetAttribute(most, shared, kernel, d.CUdevice(device)), str(path))

@@ -198,9 +198,9 @@ def test_large_m_kernels_that_follow_each_other_are_chained():
     for rows, pairs in ((1500, [(None, 1), (0, 2), (1, None)]), (8, [(None, None)] * 3)):
         found = choice_of(products("", "", ""), rows)
         assert [(step.previous, step.next) for step in found.steps] == pairs
-        assert [
-            (s.chosen.reads_fragment_order, s.chosen.writes_fragment_order) for s in found.steps
-        ] == [(before is not None, after is not None) for before, after in pairs]
+        assert [(s.chosen.rows_given, s.chosen.writes_fragment_order) for s in found.steps] == [
+            (before is not None, after is not None) for before, after in pairs
+        ]
         for step in found.steps:
             product = step.kernels[-1].text
             assert ("Columns = FragmentOrder" in product) == (step.next is not None)
@@ -208,7 +208,7 @@ def test_large_m_kernels_that_follow_each_other_are_chained():
                 rows == 1500 and step.previous is None
             )
     alone = call_of(products("", "", "")).parts.parts[1].source.choose({"m": 4000}, H200)
-    assert not alone.reads_fragment_order
+    assert not alone.rows_given
 
 
 def test_memory_of_a_choice():

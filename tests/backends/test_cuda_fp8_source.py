@@ -18,13 +18,16 @@ from test_cuda_source import (
 )
 
 from fusion_moe.arch import H200
+from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.block_copies import why_slow
-from fusion_moe.backends.cuda.launch import build
+from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.compile import compile_fusion
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.nn import swiglu
+from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 
 pytestmark = [
@@ -126,6 +129,33 @@ def test_codes_are_multiplied_where_groups_have_many_rows(encoding):
     few = names("qwen3", 8, encoding)
     assert [segment[0] for segment in few] == ["copies_0", "route", "reorder_activations"]
     assert few[1][-1] == "quantize"
+
+
+@pytest.mark.parametrize("stored", ["", "codes", "scales"])
+def test_few_rows_are_quantized_by_the_product_that_reads_them(stored):
+    """In shared memory, unless something else needs the codes."""
+    fd, groups = FusionDefinition(), 8
+    tokens = fd.define_size("m")
+    ids = fd.define_tensor(shape=[tokens, 1], dtype="i64")
+    ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", groups))
+    x = fd.define_tensor(shape=[tokens, 256], dtype="bf16")
+    parts = fd.ops.unpack(fd.ops.quantize(x, encoding="fp8_rows"))
+    picked = [fd.ops.index_select(part, row_of, dim=0) for part in parts]
+    rows = fd.ops.pack(*picked, encoding="fp8_rows", layout="linear")
+    shapes = ([groups, 384, 256], "f8e4m3"), ([groups, 384, 2], "f32")
+    weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+    weight = fd.ops.pack(*weight, encoding="fp8", layout="linear")
+    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(rows, weight, ends), dtype="bf16"))
+    if stored:
+        fd.add_output(parts[stored == "scales"])
+    call = compile_fusion(fd.fusion(), TARGETS["cuda"], Options()).joined
+    assert isinstance(call, Call)
+    first, second = call.choose(dict.fromkeys(call.parts.symbols, 3), H200).steps
+    assert (first.kernels == ()) == (not stored)
+    assert ("quantized by the product" in str(first)) == (not stored)
+    product = next(k for k in second.kernels if k.size_class)
+    assert product.shared == (0 if stored else 8 * (2 * 256 + 16))
+    assert ("static_cast<const bf16*>(unrounded)" in product.text) == (not stored)
 
 
 @pytest.mark.parametrize(

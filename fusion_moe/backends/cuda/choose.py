@@ -39,16 +39,18 @@ class Step:
 
     def __str__(self) -> str:
         """The titles of the kernels, and what they are chained with."""
-        return "; ".join([", ".join(kernel.title for kernel in self.kernels), *self.chained])
+        kernels = [", ".join(kernel.title for kernel in self.kernels)] if self.kernels else []
+        return "; ".join([*kernels, *self.chained])
 
     @property
     def chained(self) -> list[str]:
-        """What the rows of its product are chained with."""
+        """What the rows of its product are chained with, and who quantizes its result."""
         texts = {
             "activations in fragment order, of segment": self.previous,
             "result in fragment order, for segment": self.next,
         }
-        return [f"{what} {i}" for what, i in texts.items() if i is not None]
+        later = ["result quantized by the product that reads it"] * self.chosen.without_codes
+        return [*(f"{what} {i}" for what, i in texts.items() if i is not None), *later]
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,12 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
     for i, j in links:
         chosen[i], chosen[j] = (
             replace(chosen[i], writes_fragment_order=True),
-            replace(chosen[j], reads_fragment_order=True),
+            replace(chosen[j], rows_given=True),
         )
+    for i in parts.unquantized:
+        if sources[i + 1].rounds(chosen[i + 1], arch) and not chosen[i].by_wgmma:
+            chosen[i] = replace(chosen[i], without_codes=True)
+            chosen[i + 1] = replace(chosen[i + 1], rows_given=True)
     for i in parts.without_rest:
         chosen[i] = replace(chosen[i], without_rest=True)
     for i, (ids, first) in parts.routed.items():

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ...ir import Value, dependent, needed
-from .grouped_mm import IDS
+from .grouped_mm import GIVEN, IDS
 from .heuristics import AUTO
 from .product import Product
 from .source import Array, Source
@@ -25,7 +25,7 @@ class Part:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
-    def input_of(self, own: Value | None) -> Value | None:
+    def input_of(self, own: object) -> Value | None:
         """The call's value for one of the fusion's, if that is an input of it."""
         inputs = zip(self.inputs, self.source.fusion.inputs, strict=True)
         return next((v for v, other in inputs if other is own), None)
@@ -122,6 +122,19 @@ class Parts:
         return found
 
     @cached_property
+    def unquantized(self) -> dict[int, object]:
+        """The parts that quantize rows for the next part's product alone, which may do it itself:
+        where `arrays` has these rows.
+        """
+        found = dict[int, object]()
+        for i, (part, after) in enumerate(pairwise(self.parts)):
+            others = chain(self.outputs, *(p.inputs for p in self.parts[i + 2 :]))
+            rows = part.source.unquantized if after.matrix in part.outputs else None
+            if rows and set(part.outputs).isdisjoint(others):
+                found[i] = part.input_of(rows) or (i, rows)
+        return found
+
+    @cached_property
     def without_rest(self) -> frozenset[int]:
         """The products of which nothing reads rows of no group: what reads their rows leaves these
         out, or is such a product.
@@ -155,11 +168,13 @@ class Parts:
         argument, places = len(numbers), list[tuple[int, ...]]()
         created = list[tuple[Source, Value | Array, int]]()
         for i, part in enumerate(self.parts):
-            given: dict[object, Value] = dict(
+            given: dict[object, object] = dict(
                 zip(part.source.fusion.outputs, part.outputs, strict=True)
             )
             if routed := self.routed.get(i - 1):
                 given[IDS] = routed[0]
+            if rows := self.unquantized.get(i - 1):
+                given[GIVEN] = rows
             results = [numbers[v] for v in part.inputs]
             arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
             for array in arrays:

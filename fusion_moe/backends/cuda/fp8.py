@@ -38,7 +38,7 @@ from .gemm import (
     reset_tile_counter,
     size_class,
 )
-from .grouped_mm import UNQUANTIZED, ByVariants
+from .grouped_mm import GIVEN, UNQUANTIZED, ByVariants
 from .heuristics import AUTO, Chosen
 from .mma_tile import mma_tile
 from .routing import made_first
@@ -70,6 +70,7 @@ class DecodedRows(ByVariants):
         if len(plan.rows) > 1:  # accumulators leave too few registers
             raise UnsupportedError("several results of a product of codes have no kernel here")
         super().__init__(plan)
+        self.scratch.append(GIVEN)
         for v in plan.rows if plan.quantized else ():
             self.scratch.append(Array(UNQUANTIZED, stored(v), elements(v.type.shape)))
         self._box_rows = _box_rows(self.columns.read)
@@ -93,24 +94,32 @@ class DecodedRows(ByVariants):
         """Of codes and scales."""
         return self.plan.k, -(-self.plan.k // _K_BLOCK)
 
-    piece_headers = ("routing.cuh", "coded_rows.cuh")
+    piece_headers = ("coded_rows.cuh",)
 
     def _piece(self, variant: Variant) -> str:
         assert self.matrix is not None
         order = str(self._takes_fragment_order(variant)).lower()
         parts = f"{self.names[self.matrix]}, {self.names[self._scales_matrix]}"
-        return f"decoded_piece<{self.dtype}, {self.plan.k}, {order}>({parts}, i)"
+        return f"decoded_piece<{self.plan.k}, {order}>({parts}, i)"
 
-    def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
-        return False
+    def _reads_in_place(self, variant: Variant, given: bool = False) -> bool:
+        return given
+
+    def rounds(self, chosen: Chosen, arch: Arch) -> bool:
+        """As in `Source`: a small-M kernel, if its rows have room."""
+        small = chosen.small_m
+        return small is not None and not arch.why_no_room(
+            small.threads, self.shared(small, arch, True), small.per_sm
+        )
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """As of all variants; the result is quantized last."""
-        return [*super().kernels(chosen, sizes, arch), *self.quantized()]
+        return [*super().kernels(chosen, sizes, arch), *self.quantized(chosen)]
 
-    def quantized(self) -> Sequence[KernelSource]:
+    def quantized(self, chosen: Chosen) -> Sequence[KernelSource]:
         """The kernel that quantizes the product's result, if that is to be."""
-        return self.once(self._quantize) if self.plan.quantized else ()
+        quantizes = self.plan.quantized and not chosen.without_codes
+        return self.once(self._quantize) if quantizes else ()
 
     def _quantize(self) -> Sequence[KernelSource]:
         """Quantizes the product's result."""
@@ -154,7 +163,7 @@ class ByCodes(DecodedRows):
             *made_first(self, sizes, chosen.any_size),
             *([self.once(self._sort)] if self._sorted and chosen.by_wgmma else []),
             self._product_of_codes(sizes, arch, chosen.without_rest),
-            *(() if chosen.by_wgmma else self.quantized()),
+            *(() if chosen.by_wgmma else self.quantized(chosen)),
             *self.once(self.sums_of_tokens),
         ]
 

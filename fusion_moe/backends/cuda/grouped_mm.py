@@ -9,6 +9,7 @@ from functools import cached_property
 from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir import AnySize, Op, Value, elements, exact_div, made_again, plain, value
+from ...layouts import ceil_to
 from ..cxx import (
     Elements,
     Epilogue,
@@ -18,6 +19,7 @@ from ..cxx import (
     base_of,
     inner,
     is_made_first,
+    scale_class,
     size,
     stored,
 )
@@ -35,6 +37,7 @@ ACTIVATIONS = "activations"  # the array that the prologue makes
 UNQUANTIZED = "unquantized"  # that of rows which a kernel after the product quantizes
 PARTIAL_SUMS = "partial_sums"
 IDS = Array("ids", "const void", 0)  # of experts, if the product before has routed by them
+GIVEN = Array("unrounded", "const void", 0)  # of activations that the product quantizes itself
 LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh, which sums them separately
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
@@ -236,7 +239,7 @@ class ByVariants(PlannedSource):
         first = made_first(self, sizes, chosen.any_size, without)
         prologue = (
             []
-            if chosen.reads_fragment_order
+            if chosen.rows_given
             else self.once(self._prologue, self._reader(chosen), bool(first))
         )
         products = self.products(
@@ -257,7 +260,7 @@ class ByVariants(PlannedSource):
         """
         size_classes = chosen.size_classes
         first, last = size_classes[0], size_classes[-1]
-        order = chosen.reads_fragment_order, chosen.writes_fragment_order
+        order = chosen.rows_given, chosen.writes_fragment_order
         return [
             self._product(
                 self.once(
@@ -307,12 +310,17 @@ class ByVariants(PlannedSource):
             0,
             headers=(self.reader.header, variant.header),
             threads=variant.threads,
-            shared=variant.shared(arch),
+            shared=self.shared(variant, arch, reads and self.plan.a.type.quantized),
             min_blocks=variant.per_sm,
             max_resident=variant.per_sm if variant.persistent else 0,
             size_class=(),
             cluster=variant.cluster,
         )
+
+    def shared(self, variant: Variant, arch: Arch, rounds: bool) -> int:
+        """Bytes of dynamic shared memory of a block. rounds: whether it has rows there."""
+        row = 2 * ceil_to(self.plan.k, 128) + 16  # as kernels/small_m.cuh has it
+        return variant.shared(arch) + rounds * variant.tile_m * row
 
     def _product(
         self,
@@ -364,7 +372,7 @@ class ByVariants(PlannedSource):
         array of activations where the product reads them where they are.
         """
         return array.name != ACTIVATIONS or not self._reads_in_place(
-            self._reader(chosen), chosen.reads_fragment_order
+            self._reader(chosen), chosen.rows_given
         )
 
     # The rows of activations ----------------------------------------------------------------------
@@ -393,20 +401,22 @@ class ByVariants(PlannedSource):
         assert self.matrix is not None
         return f"fragment_piece({self.names[self.matrix]}, i)"
 
-    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
+    def _row(self, variant: Variant, given: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations; in C++,
         routed: whether its kernel has sorted ids.
         """
-        name = (
-            self.names[self.matrix]
-            if self.matrix is not None and self._reads_in_place(variant, reads_fragment_order)
-            else ACTIVATIONS
-        )
+        matrix = self.matrix if self._reads_in_place(variant, given) else None
+        name = self.names[matrix] if matrix else ACTIVATIONS
+        rounds = given and self.plan.a.type.quantized
         types = [
             f"using Activation = {self.dtype};",
             *self.reader.constants(self.plan.encoding),
             f"using Weights = {self.reader.of(self.dtype)};",
+            f"static constexpr bool ROUNDS = {str(rounds).lower()};",
         ]
+        if rounds:
+            name = f"static_cast<const {self.dtype}*>({GIVEN.name})"
+            types.append(f"using RowScale = {scale_class(self.plan.a.type.encoding)};")
         lines = [*self._row_lines, f"return {name} + {self._matrix_row} * K;"]
         if op := self.routing_of_few:
             rows = self.names[op.outputs[1]]
@@ -429,11 +439,9 @@ class ByVariants(PlannedSource):
         )
         return own if self.plan.row_order else chosen.activation_reader
 
-    def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
+    def _reads_in_place(self, variant: Variant, given: bool = False) -> bool:
         """Whether the product reads the matrix in memory directly, not the prologue's result."""
-        return self.matrix is not None and (
-            reads_fragment_order or not self.needs_reordering(variant)
-        )
+        return self.matrix is not None and (given or not self.needs_reordering(variant))
 
     def needs_reordering(self, variant: Variant) -> bool:
         """Whether a kernel before the product writes rows in fragment order. If not, rows are in
@@ -503,9 +511,8 @@ class ByVariants(PlannedSource):
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """As in `Source`."""
         few = value(self.rows, sizes) <= _MAX_IDS and not chosen.any_size
-        in_place = self._reads_in_place(self._reader(chosen), chosen.reads_fragment_order)
-        one_kernel = [c.variant.persistent for c in chosen.size_classes] == [False]
-        return few and in_place and one_kernel
+        in_place = self._reads_in_place(self._reader(chosen), chosen.rows_given)
+        return few and in_place and chosen.small_m is not None
 
     def _checks_apart(self, variant: Variant) -> bool:
         """Whether one more block checks the groups, which takes it longer than ends would."""

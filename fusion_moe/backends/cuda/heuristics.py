@@ -15,7 +15,7 @@ from ...errors import OptionError, UnsupportedError
 from ...layouts import groups as ragged
 from . import one_group
 from .table import Table, table_of
-from .variants import ALL, Matrices, Variant
+from .variants import ALL, Matrices, SmallM, Variant
 
 AUTO = "auto"  # not the name of a variant
 
@@ -47,8 +47,9 @@ class Chosen:
     order; none if it has no product, or one by kernels/product.cuh, which has no variants.
 
     any_size: whether to use kernels that work for calls of any sizes, so that their text contains
-    none. reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in
-    fragment order, as the previous segment wrote them, and whether the result is in fragment order.
+    none. rows_given, writes_fragment_order: whether the product reads rows as an earlier segment
+    has them for it, in fragment order or (fp8.py) not yet quantized, and whether the result is in
+    fragment order. without_codes: whether that is so of the rows that this segment would quantize.
     without_rest: whether rows of no group are left unwritten, since nothing reads them. few_ids:
     whether no kernel sorts ids but the product's own, and the next product's; one_token: whether
     each of these ids has tiles of its own; ids: for the latter product, their type, and the one of
@@ -57,8 +58,9 @@ class Chosen:
     """
 
     size_classes: tuple[SizeClass, ...] = ()
-    reads_fragment_order: bool = False
+    rows_given: bool = False
     writes_fragment_order: bool = False
+    without_codes: bool = False
     any_size: bool = False
     without_rest: bool = False
     few_ids: bool = False
@@ -71,6 +73,12 @@ class Chosen:
     def may_chain(self) -> bool:
         """Whether the products before and after this one can agree with it on fragment order."""
         return bool(self.size_classes) and self.activation_reader.reads_fragment_order
+
+    @property
+    def small_m(self) -> SmallM | None:
+        """The small-M kernel that computes all groups, if one does."""
+        only = self.size_classes[0].variant if len(self.size_classes) == 1 else None
+        return only if isinstance(only, SmallM) else None
 
     @property
     def activation_reader(self) -> Variant:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...arch import Arch
+from ...encodings import FP8_ROWS
 from ...ir import AnySize, Fusion, Op, Value, elements, exact_div, plain
 from ..cxx import (
     Number,
     Variable,
+    base_of,
     hoisted,
     inner,
     is_made_first,
@@ -67,6 +69,10 @@ class Loops(Source):
             fusion,
             tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))),
         )
+        for op in self.copies if len(self.memory) == 2 else ():  # nothing else is made
+            x = base_of(fusion, op.values[0])
+            if op.encoding == FP8_ROWS and x in fusion.inputs and x.type.dtype == "bf16":
+                self.unquantized = x
         inside = [e2m1_copies.chosen_inside(fusion, op) for op in self.copies]
         for op in (o for o in fusion.ops if o.kind.name == "decode_scale"):
             if op not in inside:
@@ -77,7 +83,8 @@ class Loops(Source):
         """Routing; sums and copies, in order; then the results, with one kernel for all results
         that have as many elements.
         """
-        return [*made_first(self, sizes, chosen.any_size), *self.once(self._after_routing)]
+        rest = () if chosen.without_codes else self.once(self._after_routing)
+        return [*made_first(self, sizes, chosen.any_size), *rest]
 
     def _after_routing(self) -> list[KernelSource]:
         results, left = list[KernelSource](), self.made_later

@@ -19,7 +19,7 @@ from ..inexpressible import Inexpressible
 from . import fp8, gemm, reordering
 from .fp8 import ByCodes, CodesWgrad, DecodedRows
 from .gemm import Gemm, Wgrad
-from .grouped_mm import ByVariants, PlannedSource
+from .grouped_mm import UNQUANTIZED, ByVariants, PlannedSource
 from .heuristics import AUTO, Chosen
 from .readers import readable
 from .reordering import Reordered
@@ -47,6 +47,8 @@ class Product(PlannedSource):
         super().__init__(plan, ())
         self.ways = ways
         self.scratch = [*dict.fromkeys(a for way in ways for a in way.source.scratch)]
+        rows = (a for a in self.scratch if a.name == UNQUANTIZED and a.type == "bf16")
+        self.unquantized = next(rows, None)
         of_any_rows = (way.source for way in ways if not way.change)
         self.by_variants = next((way for way in of_any_rows if isinstance(way, ByVariants)), None)
 
@@ -71,6 +73,10 @@ class Product(PlannedSource):
         """As in `Source`: by kernels of variants."""
         way = self.ways[chosen.way].source
         return way is self.by_variants and way.takes_few_ids(chosen, sizes)
+
+    def rounds(self, chosen: Chosen, arch: Arch) -> bool:
+        """As in `Source`: by the chosen way."""
+        return self.ways[chosen.way].source.rounds(chosen, arch)
 
     def choose(self, sizes: Sizes | None, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice of the first way that takes the sizes. A variant that is asked for is looked

@@ -165,7 +165,8 @@ class Source(Writer, ABC):
 
     scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that
     is passed with its last two dimensions swapped; grouped: the one of which it reads no rows of no
-    group. needs: the arch.FEATURES without which it has no kernels.
+    group. unquantized: rows in memory, in bf16, whose codes it makes last. needs: the arch.FEATURES
+    without which it has no kernels.
     """
 
     ELEMENTS = SafeElements
@@ -174,6 +175,7 @@ class Source(Writer, ABC):
     needs: tuple[str, ...] = ()
     transposed: Value | None = None
     grouped: Value | None = None
+    unquantized: Value | Array | None = None
 
     def __init__(
         self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None
@@ -220,6 +222,10 @@ class Source(Writer, ABC):
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """Whether its kernel can find its tiles in these sizes' ids, which no kernel has sorted."""
+        return False
+
+    def rounds(self, chosen: Chosen, arch: Arch) -> bool:
+        """Whether its product can round rows itself to what their codes stand for."""
         return False
 
     @property

@@ -193,7 +193,7 @@ class SmallM(OnGpus):
         )
 
     def splits_last_wave(self, block: int) -> bool:
-        """Whether idle blocks take over halves of the last wave's tiles: see
+        """Whether idle blocks take over halves of the last wave's tiles, by twice the split-K: see
         kernels/small_m.cuh.
         """
         return (

@@ -2,7 +2,7 @@
 // such.
 #pragma once
 
-#include "fragment_order.cuh"
+#include "codes.cuh"
 
 namespace {
 
@@ -35,9 +35,9 @@ __device__ __forceinline__ void copy_row(const u8* codes, const float* scales, i
 
 // What the eight codes from place 8 * piece on of rows of K columns stand for, or those that stand
 // there in fragment order.
-template <class T, i32 K, bool FRAGMENT_ORDER>
-__device__ __forceinline__ Vector<T, 8> decoded_piece(const u8* codes, const float* scales,
-                                                      i64 piece) {
+template <i32 K, bool FRAGMENT_ORDER>
+__device__ __forceinline__ Vector<bf16, 8> decoded_piece(const u8* codes, const float* scales,
+                                                         i64 piece) {
     const i64 first = 8 * piece, row = first / K;
     const float scale = scales[row * ((K + 127) / 128) + first % K / 128];
     Vector<u16, 4> pairs;
@@ -45,14 +45,10 @@ __device__ __forceinline__ Vector<T, 8> decoded_piece(const u8* codes, const flo
         pairs = fragment_pairs<u16>(codes, piece);
     else
         pairs = load_vector<4>(reinterpret_cast<const u16*>(codes + first));
-    Vector<T, 8> found;
+    Vector<u32, 4> found;
 #pragma unroll
-    for (int v = 0; v < 8; v += 2) {
-        const u32 halves = halves_of(pairs.at[v / 2]);
-        found.at[v] = narrow<T>(widen(f16{u16(halves)}) * scale);
-        found.at[v + 1] = narrow<T>(widen(f16{u16(halves >> 16)}) * scale);
-    }
-    return found;
+    for (int v = 0; v < 4; ++v) found.at[v] = numbers_of(pairs.at[v], scale, scale);
+    return reinterpret_cast<const Vector<bf16, 8>&>(found);
 }
 
 }  // namespace

@@ -158,4 +158,20 @@ __device__ __forceinline__ u32 largest_of(const Bits<T>* x) {
     return Bits<T>::largest(most);
 }
 
+// Eight numbers of a row as what their codes stand for. 16 lanes have a block of 128.
+template <class Scale>
+__device__ __forceinline__ uint4 rounded_to_codes(uint4 x) {
+    auto& bits = reinterpret_cast<Bits<bf16>&>(x);
+    u32 most = largest_of<bf16, 1>(&bits), codes[2];
+#pragma unroll
+    for (int lanes = 8; lanes > 0; lanes /= 2)
+        most = max(most, __shfl_xor_sync(WHOLE_WARP, most, lanes));
+    const Scale by(most);
+    make_codes(codes, bits, [&](int) { return by.over; });
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+        bits.at[w] = numbers_of(u16(codes[w / 2] >> w % 2 * 16), by.scale, by.scale);
+    return x;
+}
+
 }  // namespace

@@ -18,6 +18,7 @@
 // of the registers that they are for.
 #pragma once
 
+#include "codes.cuh"
 #include "mma.cuh"
 #include "split_k.cuh"
 #include "timeline.cuh"
@@ -50,6 +51,10 @@ class SmallM {
     // Whether activations are requested before others may start. The compiler puts the first use
     // of weights, which waits for memory, before loads that follow there. It pays with few tiles.
     static constexpr bool ROWS_FIRST = IN_FLIGHT == 2 && TILES_PER_WARP == 1;
+    // Whether it rounds rows to e4m3: all of a block do it once, and keep them in shared memory,
+    // apart so that two rows lie in different banks.
+    static constexpr bool ROUNDS = Segment::ROUNDS;
+    static constexpr i32 PIECES = (Segment::K + 127) / 128 * 16, ROW_BYTES = 16 * PIECES + 16;
     // Whether others may start only when the products are done. With long K the next product may
     // have few blocks, and they would crowd where multiprocessors are free first.
     static constexpr bool LAUNCHES_LATE = ROW_ORDER && Segment::K >= 4096;
@@ -167,15 +172,45 @@ class SmallM {
         }
     }
 
+    // The place of a tile's row that is rounded.
+    __device__ static __forceinline__ u8* rounded_row(i32 row) {
+        extern __shared__ __align__(16) u8 rows[];
+        return rows + row * ROW_BYTES;
+    }
+
+    // Rounds the rows of a tile. A thread reads all its pieces of a row before it needs one.
+    __device__ __forceinline__ void round_rows(const MTile& m_tile, bool routed) {
+        constexpr int STEP = 32 * WARPS, EACH = (PIECES + STEP - 1) / STEP;
+        const i32 first = threadIdx.x;
+        for (i32 m = m_tile.first; m < m_tile.end; ++m) {
+            const auto* row = s.row(m, routed);
+            uint4 x[EACH] = {};
+#pragma unroll
+            for (int v = 0; v < EACH; ++v)
+                load_if(x[v], row + 8 * (first + v * STEP), 8 * (first + v * STEP) < Segment::K);
+#pragma unroll
+            for (int v = 0; v < EACH; ++v) {
+                x[v] = rounded_to_codes<typename Segment::RowScale>(x[v]);
+                if (first + v * STEP < PIECES)
+                    reinterpret_cast<uint4*>(rounded_row(m - m_tile.first))[first + v * STEP] =
+                        x[v];
+            }
+        }
+        __syncthreads();
+    }
+
     // Begins to read its activations, which the kernel before may have made. routed: whether it has
     // sorted their rows.
     __device__ __forceinline__ void prefetch_activations(const MTile& m_tile, bool routed) {
+        if constexpr (ROUNDS) round_rows(m_tile, routed);
 #pragma unroll
         for (int t = 0; t < TILES_M; ++t) {
             const i32 m = m_tile.first + 8 * t + row();
             in_range[t] = m < m_tile.end;
-            x[t] = reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first, routed)) +
-                   begin() * 128 + lane_column() * 32;
+            x[t] = ROUNDS
+                       ? rounded_row(8 * t + row())
+                       : reinterpret_cast<const u8*>(s.row(in_range[t] ? m : m_tile.first, routed));
+            x[t] += begin() * 128 + lane_column() * 32;
 #pragma unroll
             for (int u = 0; u < ROW_BUFFERS; ++u)
                 activations[u][t][0] = activations[u][t][1] = make_uint4(0, 0, 0, 0);
@@ -194,8 +229,8 @@ class SmallM {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (!there) activations[u % ROW_BUFFERS][t][half] = make_uint4(0, 0, 0, 0);
-                load_if(activations[u % ROW_BUFFERS][t][half], x[t] + 128 * u + 16 * half,
-                        in_range[t] && there);
+                load_if<ROUNDS>(activations[u % ROW_BUFFERS][t][half], x[t] + 128 * u + 16 * half,
+                                in_range[t] && there);
             }
         }
     }
