@@ -131,31 +131,39 @@ def test_codes_are_multiplied_where_groups_have_many_rows(encoding):
     assert few[1][-1] == "quantize"
 
 
-@pytest.mark.parametrize("stored", ["", "codes", "scales"])
-def test_few_rows_are_quantized_by_the_product_that_reads_them(stored):
-    """In shared memory, unless something else needs the codes."""
+@pytest.mark.parametrize(
+    "change", ["", "codes stored", "scales stored", "scales read after", "other scales"]
+)
+def test_few_rows_are_quantized_by_the_product_that_reads_them(change):
+    """In shared memory, unless something else needs the codes, or they have other scales."""
     fd, groups = FusionDefinition(), 8
     tokens = fd.define_size("m")
     ids = fd.define_tensor(shape=[tokens, 1], dtype="i64")
     ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", groups))
     x = fd.define_tensor(shape=[tokens, 256], dtype="bf16")
     parts = fd.ops.unpack(fd.ops.quantize(x, encoding="fp8_rows"))
-    picked = [fd.ops.index_select(part, row_of, dim=0) for part in parts]
+    other = fd.define_tensor(shape=[tokens, 2], dtype="f32")
+    read = (parts[0], other) if change == "other scales" else parts
+    picked = [fd.ops.index_select(part, row_of, dim=0) for part in read]
     rows = fd.ops.pack(*picked, encoding="fp8_rows", layout="linear")
     shapes = ([groups, 384, 256], "f8e4m3"), ([groups, 384, 2], "f32")
     weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
     weight = fd.ops.pack(*weight, encoding="fp8", layout="linear")
-    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(rows, weight, ends), dtype="bf16"))
-    if stored:
-        fd.add_output(parts[stored == "scales"])
+    y = fd.ops.grouped_mm(rows, weight, ends)
+    if change == "scales read after":
+        first = fd.ops.slice(picked[1], start_indices=[0, 0], end_indices=[y.type.shape[0], 1])
+        y = fd.ops.mul(y, first)
+    fd.add_output(fd.ops.cast(y, dtype="bf16"))
+    if change.endswith("stored"):
+        fd.add_output(parts[change == "scales stored"])
     call = compile_fusion(fd.fusion(), TARGETS["cuda"], Options()).joined
     assert isinstance(call, Call)
     first, second = call.choose(dict.fromkeys(call.parts.symbols, 3), H200).steps
-    assert (first.kernels == ()) == (not stored)
-    assert ("quantized by the product" in str(first)) == (not stored)
+    assert (first.kernels == ()) == (not change)
+    assert ("quantized by the product" in str(first)) == (not change)
     product = next(k for k in second.kernels if k.size_class)
-    assert product.shared == (0 if stored else 8 * (2 * 256 + 16))
-    assert ("static_cast<const bf16*>(unrounded)" in product.text) == (not stored)
+    assert product.shared == (0 if change else 8 * (2 * 256 + 16))
+    assert ("static_cast<const bf16*>(unrounded)" in product.text) == (not change)
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,19 @@ class Parts:
     @cached_property
     def unquantized(self) -> dict[int, object]:
         """The parts that quantize rows for the next part's product alone, which may do it itself:
-        where `arrays` has these rows.
+        where `arrays` has these rows. It reads their codes and their scales as activations alone.
         """
         found = dict[int, object]()
         for i, (part, after) in enumerate(pairwise(self.parts)):
             others = chain(self.outputs, *(p.inputs for p in self.parts[i + 2 :]))
-            rows = part.source.unquantized if after.matrix in part.outputs else None
-            if rows and set(part.outputs).isdisjoint(others):
-                found[i] = part.input_of(rows) or (i, rows)
+            rows, own = part.source.unquantized, part.source.fusion
+            made = dict[object, Value](zip(part.outputs, own.outputs, strict=True))
+            unpack = own.producer(made.get(after.matrix), "unpack")
+            if rows and unpack and set(part.outputs).isdisjoint(others):
+                inputs = zip(after.inputs, after.source.fusion.inputs, strict=True)
+                read = {v for given, v in inputs if made.get(given) in unpack.outputs}
+                if len(read) == len(unpack.outputs) and _only_activations(after.source, read):
+                    found[i] = part.input_of(rows) or (i, rows)
         return found
 
     @cached_property
@@ -207,7 +212,7 @@ def _linked(maker: Part, v: Value, after: Source) -> bool:
         isinstance(after, Product)
         and after.plan.kind != "dgrad"
         and maker.source.in_any_order == (own[v], after.plan.k)
-        and _only_activations(after)
+        and _only_activations(after, {after.matrix})
     )
 
 
@@ -240,11 +245,10 @@ def _in_place(part: Part, v: Value) -> bool:
     return not any(op.kind.role == "gather" and op.values[0] in reached for op in source.fusion.ops)
 
 
-def _only_activations(product: Product) -> bool:
-    """Whether the matrix in memory is read only on the way to the activations, not in the
-    epilogue.
-    """
-    of_activations, read = needed(product.fusion.ops, [product.plan.a]), {product.matrix}
+def _only_activations(product: Source, read: Collection[Value | None]) -> bool:
+    """Whether these values are read only on the way to the activations, not in the epilogue."""
+    assert isinstance(product, Product)
+    of_activations, read = needed(product.fusion.ops, [product.plan.a]), {*read}
     for op in product.fusion.ops:
         if op is not product.plan.product and read & set(op.values):
             if not of_activations & set(op.outputs):
