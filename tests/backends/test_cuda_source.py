@@ -314,6 +314,20 @@ def test_products_read_groups_in_the_form_of_nvfuser(groups, rows, cuda_variant)
     assert not spills(sass(build(kernel, H200)))
 
 
+@pytest.mark.parametrize("count", [1, 33, 0, "any"])
+def test_ends_in_the_form_of_nvfuser_have_a_kernel_for_each_number_of_groups(count):
+    """Others are made in plain torch: the number is a parameter of the kernel's template."""
+    fd = FusionDefinition()
+    rows, groups = fd.define_size("m"), fd.define_size("n") if count == "any" else count
+    given = [fd.define_tensor(shape=[groups, *more], dtype="i32") for more in ((), (3,), ())]
+    groups = fd.define_groups("g", groups)
+    fd.add_output(fd.ops.problem_ends(*given, rows=rows, groups=groups, n=256, k=512))
+    (made,) = emitted(fd.fusion())
+    assert bool(made.why) == (count in (0, "any"))
+    if not made.why:
+        build(launches(made.launch.source, 8)[0], H200)
+
+
 @pytest.mark.parametrize(
     ("fmt", "layout", "change", "sentence"),
     [

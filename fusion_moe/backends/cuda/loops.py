@@ -51,7 +51,7 @@ class Loops(Source):
     ELEMENTS = WholeEights
 
     def __init__(self, fusion: Fusion):
-        if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
+        if other := next((op for op in fusion.ops if not _has_kernel(op)), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in _SUMMED]
         self._made = {op: _results(fusion, op) for op in self.sums}  # by kernels of their own
@@ -280,6 +280,12 @@ _SUMMED: dict[str, Callable[[Loops, Op, Sequence[Value]], KernelSource]] = {
     "combine": Loops._combine,
     "topk_weights_backward": router.backward,
 }
+
+
+def _has_kernel(op: Op) -> bool:
+    """Whether there is one for an operation; `problem_ends` has one for each number of groups."""
+    groups = op.attrs["groups"].count if op.kind.name == "problem_ends" else 1
+    return op.kind.name not in _MISSING and isinstance(groups, int) and groups > 0
 
 
 def _sum_blocks(threads: int, start: str, stop: str, add: Sequence[str]) -> list[str]:
