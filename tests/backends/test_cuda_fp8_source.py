@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cover import few
+from cubins import use_of
 from fusions import fusion_of_call
 from test_cuda_source import (
     MODELS,
@@ -17,10 +18,11 @@ from test_cuda_source import (
     tokens_of,
 )
 
-from fusion_moe.arch import H200
+from fusion_moe.arch import A100, H200, L40S, Arch
 from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.block_copies import why_slow
+from fusion_moe.backends.cuda.choose import Step
 from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.backends.cuda.source import KernelSource
 from fusion_moe.compile import compile_fusion
@@ -131,22 +133,19 @@ def test_codes_are_multiplied_where_groups_have_many_rows(encoding):
     assert few[1][-1] == "quantize"
 
 
-@pytest.mark.parametrize(
-    "change", ["", "codes stored", "scales stored", "scales read after", "other scales"]
-)
-def test_few_rows_are_quantized_by_the_product_that_reads_them(change):
-    """In shared memory, unless something else needs the codes, or they have other scales."""
+def of_few_rows(gpu: Arch, k: int = 256, change: str = "") -> tuple[Step, ...]:
+    """What a product of three rows launches that are quantized before it, and changed."""
     fd, groups = FusionDefinition(), 8
     tokens = fd.define_size("m")
     ids = fd.define_tensor(shape=[tokens, 1], dtype="i64")
     ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", groups))
-    x = fd.define_tensor(shape=[tokens, 256], dtype="bf16")
+    x = fd.define_tensor(shape=[tokens, k], dtype="bf16")
     parts = fd.ops.unpack(fd.ops.quantize(x, encoding="fp8_rows"))
-    other = fd.define_tensor(shape=[tokens, 2], dtype="f32")
+    other = fd.define_tensor(shape=[tokens, k // 128], dtype="f32")
     read = (parts[0], other) if change == "other scales" else parts
     picked = [fd.ops.index_select(part, row_of, dim=0) for part in read]
     rows = fd.ops.pack(*picked, encoding="fp8_rows", layout="linear")
-    shapes = ([groups, 384, 256], "f8e4m3"), ([groups, 384, 2], "f32")
+    shapes = ([groups, 384, k], "f8e4m3"), ([groups, 384, k // 128], "f32")
     weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
     weight = fd.ops.pack(*weight, encoding="fp8", layout="linear")
     y = fd.ops.grouped_mm(rows, weight, ends)
@@ -158,12 +157,31 @@ def test_few_rows_are_quantized_by_the_product_that_reads_them(change):
         fd.add_output(parts[change == "scales stored"])
     call = compile_fusion(fd.fusion(), TARGETS["cuda"], Options()).joined
     assert isinstance(call, Call)
-    first, second = call.choose(dict.fromkeys(call.parts.symbols, 3), H200).steps
+    return call.choose(dict.fromkeys(call.parts.symbols, 3), gpu).steps
+
+
+@pytest.mark.parametrize(
+    "change", ["", "codes stored", "scales stored", "scales read after", "other scales"]
+)
+def test_few_rows_are_quantized_by_the_product_that_reads_them(change):
+    """In shared memory, unless something else needs the codes, or they have other scales."""
+    first, second = of_few_rows(H200, change=change)
     assert (first.kernels == ()) == (not change)
     assert ("quantized by the product" in str(first)) == (not change)
     product = next(k for k in second.kernels if k.size_class)
     assert product.shared == (0 if change else 8 * (2 * 256 + 16))
     assert ("static_cast<const bf16*>(unrounded)" in product.text) == (not change)
+
+
+@pytest.mark.parametrize("gpu", [A100, L40S, H200], ids=lambda gpu: gpu.name)
+def test_rows_have_room_beside_what_a_kernel_declares(gpu):
+    """The longest ones that are quantized there: as many blocks as it is made for find room."""
+    wide = (of_few_rows(gpu, k)[1].kernels for k in range(4096, 0, -128))
+    product = next(k for kernels in wide for k in kernels if k.size_class and k.shared)
+    use = use_of(build(product, gpu))
+    shared = product.shared + use.shared
+    assert use.shared
+    assert not gpu.why_no_room(product.threads, shared, product.min_blocks, use.registers)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class DecodedRows(ByVariants):
         """As in `Source`: a small-M kernel, if its rows have room."""
         small = chosen.small_m
         return small is not None and not arch.why_no_room(
-            small.threads, self.shared(small, arch, True), small.per_sm
+            small.threads, self.shared(small, arch, True) + small.declared, small.per_sm
         )
 
     def kernels(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:

@@ -150,6 +150,14 @@ class SmallM(OnGpus):
         """Threads of a block."""
         return 32 * self.warps
 
+    @property
+    def declared(self) -> int:
+        """Bytes of static shared memory of a block, at most: of partial sums, with twice the
+        split-K if it splits a last wave, and of 32 tokens in each of 8 warps.
+        """
+        row = 16 * self.tiles_per_warp * self.warps + 4 * min(2 * self.split_k, self.warps)
+        return 4 * (self.tile_m * row + 256)
+
     def wave(self, arch: Arch) -> int:
         """Blocks that a GPU runs at once."""
         return arch.multiprocessors * self.per_sm
