@@ -112,7 +112,7 @@ class Forced(ByVariants):
     def choose(self, sizes: object, arch: Arch, variant: str = AUTO) -> Chosen:
         """Those."""
         chosen = Chosen(self._classes)
-        return replace(chosen, reads_fragment_order=self.needs_reordering(chosen.activation_reader))
+        return replace(chosen, rows_given=self.needs_reordering(chosen.activation_reader))
 
 
 @dataclass(frozen=True)
