@@ -520,7 +520,7 @@ def test_rows_in_natural_order_are_reordered_or_read_as_they_are(
     assert [x.name for x in launches(source, 2**17)[:-1]] == (
         ["reorder_activations"] if in_fragment_order else []
     )
-    assert source.count(source.scratch[-1], source.choose(sizes, H200), sizes) == (
+    assert source.count(source.activations, source.choose(sizes, H200), sizes) == (
         2**17 * k if in_fragment_order else 0
     )
 
@@ -656,13 +656,13 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
         ]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
         assert [x.size_class for x in (high, low)] == [
-            (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0, 0),
-            (0, 12, 1, 1, 0, 0, 0, 0),
+            (12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0, 0, 0),
+            (0, 12, 1, 1, 0, 0, 0, 0, 0),
         ]
         chosen = source.choose({"s0": 128}, H200)
         assert chosen.activation_reader.name == few
         # rows are read as they are
-        assert source.count(source.scratch[-1], chosen, {"s0": 128}) == 0
+        assert source.count(source.activations, chosen, {"s0": 128}) == 0
         assert not any(x.name in ("prologue", "reorder_activations") for x in launches(source, 128))
     for source in sources("dsv3", scale_on="input"):
         made = launches(source, 128)
