@@ -39,8 +39,8 @@ class Step:
 
     def __str__(self) -> str:
         """The titles of the kernels, and what they are chained with."""
-        kernels = [", ".join(kernel.title for kernel in self.kernels)] if self.kernels else []
-        return "; ".join([*kernels, *self.chained])
+        kernels = ", ".join(kernel.title for kernel in self.kernels)
+        return "; ".join(filter(None, (kernels, *self.chained)))
 
     @property
     def chained(self) -> list[str]:

@@ -70,11 +70,6 @@ class Chosen:
     way: int = 0
 
     @property
-    def may_chain(self) -> bool:
-        """Whether the products before and after this one can agree with it on fragment order."""
-        return bool(self.size_classes) and self.activation_reader.reads_fragment_order
-
-    @property
     def small_m(self) -> SmallM | None:
         """The small-M kernel that computes all groups, if one does."""
         only = self.size_classes[0].variant if len(self.size_classes) == 1 else None

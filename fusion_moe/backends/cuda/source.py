@@ -218,7 +218,7 @@ class Source(Writer, ABC):
 
     def may_chain(self, chosen: Chosen) -> bool:
         """Whether it may agree with another product, or with who sends rows, on fragment order."""
-        return chosen.may_chain
+        return bool(chosen.size_classes) and chosen.activation_reader.reads_fragment_order
 
     def takes_few_ids(self, chosen: Chosen, sizes: Sizes) -> bool:
         """Whether its kernel can find its tiles in these sizes' ids, which no kernel has sorted."""
