@@ -42,8 +42,8 @@ T = TypeVar("T")
 THREADS = 256
 MAX_RESIDENT = 16  # blocks of an elementwise kernel
 # of a combine: threads of a block, few so that one fits beside the blocks before it; slots that a
-# thread reads at once
-_SUM_THREADS, _SLOTS = 64, 8
+# thread reads at once, all of them if there are no more than these
+_SUM_THREADS, _SLOTS, _ALL_SLOTS = 64, 8, 10
 _J, _S, _T = map(Variable, "jst")
 NO_ENDS = "static constexpr const i32* ends = nullptr;  // all rows are of one group"
 
@@ -362,7 +362,7 @@ class Source(Writer, ABC):
         tokens, width = total.type.shape
         assert isinstance(width, int)
         columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
-        at_once = slots if isinstance(slots, int) and 0 < slots <= _SLOTS else _SLOTS
+        at_once = slots if isinstance(slots, int) and 0 < slots <= _ALL_SLOTS else _SLOTS
         kept = [
             f"result{i}.at[v] = stored<{stored(v)}>({self.of_token(made, v, combine)});"
             for i, v in enumerate(results)
