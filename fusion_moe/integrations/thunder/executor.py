@@ -178,7 +178,8 @@ class _Run:
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         # past torch's dispatcher, which negates what is only marked so
-        return self.program([fp4_as_bytes(t.resolve_neg()) for t in tensors])
+        given = (t.resolve_neg() if t.is_neg() else t for t in tensors)
+        return self.program([fp4_as_bytes(t) for t in given])
 
 
 def _not_run(*tensors: torch.Tensor) -> list[torch.Tensor]:
