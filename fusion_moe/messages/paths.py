@@ -30,13 +30,16 @@ def check_checkpoint(path: Path) -> None:
     """CheckpointError unless it is a directory with a configuration, or a file of GGUF."""
     if is_gguf(path) or exists(path / CONFIG):
         return
-    todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
+    todo = "name a model on this disk, or download one first: hf download NAME --local-dir DIR"
     if exists(path) and path.is_file():
         actual, todo = "it is a file", f"name its directory, {path.parent}"
     else:
-        actual = f"no {CONFIG} in it" if exists(path) else "no such directory"
+        actual = f"no {CONFIG} in it" if exists(path) else "no such file or directory"
     raise CheckpointError(
-        actual, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path)
+        actual,
+        expected=f"a directory with {CONFIG} and safetensors, or a file of GGUF",
+        todo=todo,
+        where=str(path),
     )
 
 

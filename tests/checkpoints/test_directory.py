@@ -287,6 +287,7 @@ def test_no_directory(tmp_path: Path, golden: Callable[..., None]) -> None:
         messages(
             {
                 "nothing": lambda: Directory.open(tmp_path / "nowhere"),
+                "no file of GGUF": lambda: Directory.open(tmp_path / "nowhere.gguf"),
                 "a file": lambda: Directory.open(tmp_path / "model.safetensors"),
             }
         )
