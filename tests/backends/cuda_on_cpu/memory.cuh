@@ -65,6 +65,8 @@ u32 narrow_pair(float low, float high) {
     return narrow<T>(low).bits | u32(narrow<T>(high).bits) << 16;
 }
 
+inline u16 half_word(u32 word, bool upper) { return word >> 16 * upper; }
+
 inline void halves_twice(u32& low, u32& high, u32 word) {
     low = (word & 0xFFFF) * 0x10001u, high = (word >> 16) * 0x10001u;
 }

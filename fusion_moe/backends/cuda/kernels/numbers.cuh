@@ -125,6 +125,13 @@ __device__ __forceinline__ u32 narrow_pair<f16>(float low, float high) {
     return both;
 }
 
+// A half of a word, which instructions that convert it read where it is.
+__device__ __forceinline__ u16 half_word(u32 word, bool upper) {
+    u16 low, high;
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));
+    return upper ? high : low;
+}
+
 // The halves of a word, each as both halves of one.
 __device__ __forceinline__ void halves_twice(u32& low, u32& high, u32 word) {
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, "

@@ -69,14 +69,16 @@ struct Decode<E, Parts<Part...>> {
         return found;
     }
 
-    // Of two codes, each with its scales.
-    static __device__ __forceinline__ void weights(u32 first, u32 second, const Affine& of_first,
+    // Of the code at a bit of a word, and of the one APART bits further, each with its scales.
+    template <int APART>
+    static __device__ __forceinline__ void weights(u32 word, int bit, const Affine& of_first,
                                                    const Affine& of_second, float (&found)[2]) {
         if constexpr (E::E4M3) {
-            const u32 halves = halves_of(u16(first | second << 8));
+            const u32 halves = halves_of(half_word(word, bit > 0));
             found[0] = widen(f16{u16(halves)}), found[1] = widen(f16{u16(halves >> 16)});
         } else {
-            found[0] = number(first), found[1] = number(second);
+            constexpr u32 MASK = (1u << E::BITS) - 1;
+            found[0] = number(word >> bit & MASK), found[1] = number(word >> bit >> APART & MASK);
         }
         found[0] = (found[0] - of_first.zero) * of_first.step;
         found[1] = (found[1] - of_second.zero) * of_second.step;
@@ -101,11 +103,11 @@ struct Decode<E, Parts<Part...>> {
 };
 
 // Two columns of a row, as activations are.
-template <class T, class E>
-__device__ __forceinline__ u32 decoded_pair(u32 first, u32 second, const Affine& of_first,
+template <class T, class E, int APART>
+__device__ __forceinline__ u32 decoded_pair(u32 word, int bit, const Affine& of_first,
                                             const Affine& of_second) {
     float found[2];
-    Decode<E>::weights(first, second, of_first, of_second, found);
+    Decode<E>::template weights<APART>(word, bit, of_first, of_second, found);
     return narrow_pair<T>(found[0], found[1]);
 }
 
@@ -146,7 +148,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     template <class Segment>
     __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block,
                                          i32 lane) {
-        k_ = 64 * block + 16 * (lane % 4), size_ = Segment::K;
+        k_ = 64 * block + 16 * (lane % 4), size_ = Segment::K % 64 == 0 ? 0 : Segment::K;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const i32 n = min(first_row + lane / 4 + 8 * i, Segment::N - 1);
@@ -165,9 +167,9 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
-        const i32 k = k_ + 64 * blocks_ahead;
+        const u32 k = k_ + 64 * blocks_ahead;
         Packed packed = {};
-        if (k >= size_) return packed;
+        if (size_ != 0 && k >= size_) return packed;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if constexpr (IS_LINEAR<Elements>)
@@ -198,20 +200,18 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         const int first = (8 * half + 2 * v) * BITS;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 codes = packed.codes[i][first / 32] >> first % 32;
-            if constexpr (Pairs<T, E>::FIT) {
-                a[i] = Pairs<T, E>::template weights<0>((codes & 0xFF) * 0x1001u, scales.of_row[i]);
-            } else {
-                constexpr u32 MASK = (1u << BITS) - 1;
-                a[i] = decoded_pair<T, E>(codes & MASK, codes >> BITS & MASK, scales.of_row[i],
-                                          scales.of_row[i]);
-            }
+            const u32 word = packed.codes[i][first / 32];
+            const auto& by = scales.of_row[i];
+            if constexpr (Pairs<T, E>::FIT)
+                a[i] = Pairs<T, E>::template weights<0>((word >> first % 32 & 0xFF) * 0x1001u, by);
+            else
+                a[i] = decoded_pair<T, E, BITS>(word, first % 32, by, by);
         }
     }
 
   private:
     template <class P>
-    static __device__ __forceinline__ constexpr i32 blocks_before(i32 column) {
+    static __device__ __forceinline__ constexpr i32 blocks_before(u32 column) {
         return P::BLOCK > 0 ? column / at_least_1(P::BLOCK) : 0;
     }
     template <class P, class Segment>
@@ -222,7 +222,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     }
 
     const u8 *codes_[2], *scales_[2][STORED];
-    i32 k_, size_;
+    u32 k_, size_;  // unsigned: a division by a block is a shift; size_: 0 if K is whole blocks
 };
 
 // The scales of a tile: of 16 rows, and of one or more blocks of its 64 columns. Blocks of more
@@ -290,14 +290,11 @@ struct TileCodes;
 
 template <>
 struct TileCodes<4> {
-    static constexpr int RUNS = 1;
+    static constexpr int RUNS = 1, APART = 16;
     u32 words[4];
 
-    // Those of columns j = 0 and 1.
-    __device__ __forceinline__ void pair(int v, int half, int i, u32& first, u32& second) const {
-        const u32 codes = words[v] >> (8 * half + 4 * i);
-        first = codes & 15, second = codes >> 16 & 15;
-    }
+    static __device__ constexpr int word(int v, int) { return v; }
+    static __device__ constexpr int bit(int half, int i) { return 8 * half + 4 * i; }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int) { return 16 * lane; }
 
@@ -315,13 +312,11 @@ struct TileCodes<4> {
 // or block v of four rows in both runs.
 template <>
 struct TileCodes<8> {
-    static constexpr int RUNS = 2;
+    static constexpr int RUNS = 2, APART = 8;
     u32 words[8];
 
-    __device__ __forceinline__ void pair(int v, int half, int i, u32& first, u32& second) const {
-        const u32 codes = words[2 * v + half] >> 16 * i;
-        first = codes & 255, second = codes >> 8 & 255;
-    }
+    static __device__ constexpr int word(int v, int half) { return 2 * v + half; }
+    static __device__ constexpr int bit(int, int i) { return 16 * i; }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) {
         return 16 * (lane ^ lane / 8 ^ 2 * run);
@@ -350,9 +345,9 @@ __device__ __forceinline__ u32 pair_of_tile(const TileCodes<E::BITS>& codes, int
     if constexpr (Pairs<T, E>::FIT) {
         return Pairs<T, E>::template weights<4 * I>(codes.words[v] >> 8 * half, scales);
     } else {
-        u32 first, second;
-        codes.pair(v, half, I, first, second);
-        return decoded_pair<T, E>(first, second, scales, scales);
+        using Codes = TileCodes<E::BITS>;
+        return decoded_pair<T, E, Codes::APART>(codes.words[Codes::word(v, half)],
+                                                Codes::bit(half, I), scales, scales);
     }
 }
 
@@ -491,12 +486,9 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
                              second = Decode<E>::scales(packed.scales[v][i][1]);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    constexpr bool FOUR = E::BITS == 4;
-                    constexpr u32 MASK = (1u << E::BITS) - 1;
-                    const u32 codes = FOUR ? packed.codes[v][0] >> (8 * half + 4 * i)
-                                           : packed.codes[v][half] >> 16 * i;
-                    a[half + 2 * i] = decoded_pair<T, E>(
-                        codes & MASK, codes >> (FOUR ? 16 : 8) & MASK, first, second);
+                    using Codes = TileCodes<E::BITS>;
+                    a[half + 2 * i] = decoded_pair<T, E, Codes::APART>(
+                        packed.codes[v][Codes::word(0, half)], Codes::bit(half, i), first, second);
                 }
             }
         }
