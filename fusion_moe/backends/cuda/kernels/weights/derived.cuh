@@ -69,19 +69,21 @@ struct Decode<E, Parts<Part...>> {
         return found;
     }
 
-    // Of the code at a bit of a word, and of the one APART bits further, each with its scales.
-    template <int APART>
-    static __device__ __forceinline__ void weights(u32 word, int bit, const Affine& of_first,
-                                                   const Affine& of_second, float (&found)[2]) {
+    // As activations are: the code at a bit of a word, and the one APART bits further, of two
+    // columns, each with its scales.
+    template <class T, int APART>
+    static __device__ __forceinline__ u32 pair(u32 word, int bit, const Affine& of_first,
+                                               const Affine& of_second) {
+        float first, second;
         if constexpr (E::E4M3) {
             const u32 halves = halves_of(half_word(word, bit > 0));
-            found[0] = widen(f16{u16(halves)}), found[1] = widen(f16{u16(halves >> 16)});
+            first = widen(f16{u16(halves)}), second = widen(f16{u16(halves >> 16)});
         } else {
             constexpr u32 MASK = (1u << E::BITS) - 1;
-            found[0] = number(word >> bit & MASK), found[1] = number(word >> bit >> APART & MASK);
+            first = number(word >> bit & MASK), second = number(word >> bit >> APART & MASK);
         }
-        found[0] = (found[0] - of_first.zero) * of_first.step;
-        found[1] = (found[1] - of_second.zero) * of_second.step;
+        return narrow_pair<T>((first - of_first.zero) * of_first.step,
+                              (second - of_second.zero) * of_second.step);
     }
 
   private:
@@ -101,15 +103,6 @@ struct Decode<E, Parts<Part...>> {
             return E::number(code);
     }
 };
-
-// Two columns of a row, as activations are.
-template <class T, class E, int APART>
-__device__ __forceinline__ u32 decoded_pair(u32 word, int bit, const Affine& of_first,
-                                            const Affine& of_second) {
-    float found[2];
-    Decode<E>::template weights<APART>(word, bit, of_first, of_second, found);
-    return narrow_pair<T>(found[0], found[1]);
-}
 
 // What pairs of a row, or single numbers, need of its scales.
 template <class T, class E>
@@ -205,7 +198,7 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
             if constexpr (Pairs<T, E>::FIT)
                 a[i] = Pairs<T, E>::template weights<0>((word >> first % 32 & 0xFF) * 0x1001u, by);
             else
-                a[i] = decoded_pair<T, E, BITS>(word, first % 32, by, by);
+                a[i] = Decode<E>::template pair<T, BITS>(word, first % 32, by, by);
         }
     }
 
@@ -346,8 +339,8 @@ __device__ __forceinline__ u32 pair_of_tile(const TileCodes<E::BITS>& codes, int
         return Pairs<T, E>::template weights<4 * I>(codes.words[v] >> 8 * half, scales);
     } else {
         using Codes = TileCodes<E::BITS>;
-        return decoded_pair<T, E, Codes::APART>(codes.words[Codes::word(v, half)],
-                                                Codes::bit(half, I), scales, scales);
+        return Decode<E>::template pair<T, Codes::APART>(codes.words[Codes::word(v, half)],
+                                                         Codes::bit(half, I), scales, scales);
     }
 }
 
@@ -487,7 +480,7 @@ struct DerivedTransposed<T, E, APART, ELEMENTS, SCALES, Parts<Part...>> {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     using Codes = TileCodes<E::BITS>;
-                    a[half + 2 * i] = decoded_pair<T, E, Codes::APART>(
+                    a[half + 2 * i] = Decode<E>::template pair<T, Codes::APART>(
                         packed.codes[v][Codes::word(0, half)], Codes::bit(half, i), first, second);
                 }
             }
