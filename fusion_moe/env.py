@@ -100,6 +100,7 @@ def environment() -> Environment:
     names = (*PACKAGES, *(package.distribution for package in packages))
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in names}
     checks = (
+        Check("package", True, str(Path(__file__).parent)),  # python -m: the current folder's, if any
         *_isa_levels(),
         _numa(),
         _compiler(),

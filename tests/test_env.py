@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def test_the_command(tmp_path):
     (problem,) = (line for line in lines if line.startswith("problem: "))
     assert "FUSION_MOE_CPU_IS is ignored" in problem
     assert "did you mean 'FUSION_MOE_CPU_ISA'?" in problem
+    assert f"package yes {Path(fusion_moe.__file__).parent}" in lines
     assert "cache yes ~/.cache/fusion_moe: 1 files" in lines
     assert f"torch {torch.__version__}" in lines
 
