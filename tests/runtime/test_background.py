@@ -4,6 +4,7 @@ in the way of the exit.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from fusion_moe.runtime import background, build
 from fusion_moe.runtime.precompile import Build
 
 SECONDS = 300
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 
 def wait(started: background.Started) -> None:
@@ -62,7 +64,7 @@ def test_an_error_is_kept_for_who_asks():
         started.check()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@forks
 def test_a_child_begins_anew():
     """It has none of the threads that its parent started, and waits for none of their work."""
     go = threading.Event()
@@ -75,19 +77,6 @@ def test_a_child_begins_anew():
     go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     wait(started)
-
-
-def test_the_exit_waits_for_what_was_started():
-    source = (
-        "import time\nfrom fusion_moe.runtime import background\n"
-        "def work():\n    time.sleep(0.2); print('ends', flush=True)\n"
-        "background.start([(i, work) for i in range(3)])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
-    )
-    assert ran.stdout.split() == ["ends"] * 3
-    assert not ran.stderr
 
 
 def ended() -> bool:
@@ -130,30 +119,72 @@ def test_a_list_that_cannot_be_made_is_a_warning_too(caplog):
     assert "(BuildError: no list" in said
 
 
-def test_the_exit_waits_for_none_that_may_be_needed():
-    source = (
-        "import time\nfrom fusion_moe.runtime import background\n"
-        "def work():\n    time.sleep(0.2); print('ends', flush=True)\n"
-        "background.ahead(lambda: [(i, work) for i in range(1000)])\ntime.sleep(0.1)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
-    )
-    assert set(ran.stdout.split()) <= {"ends"}
-    assert len(ran.stdout.split()) < 500
-    assert not ran.stderr
+# Programs that end while work is under way, and what they print.
+ENDING = {
+    "started": """
+def work():
+    time.sleep(0.2); print("ends", flush=True)
+background.start([(i, work) for i in range(3)])
+""",
+    "may be needed": """
+def work():
+    time.sleep(0.2); print("ends", flush=True)
+background.ahead(lambda: [(i, work) for i in range(1000)])
+time.sleep(0.1)
+""",
+    # also from a daemon, as a thread of autograd that runs a backward pass is to Python
+    "has begun": """
+begun = threading.Event()
+def work():
+    begun.set(); time.sleep(0.3); print("ends", flush=True)
+call = lambda: background.ahead(lambda: [(0, work)])
+threading.Thread(target=call, daemon=True).start()
+begun.wait()
+""",
+}
+# Each in a child of one process: to import torch takes longer than all of them.
+EACH = """
+import json, os, sys, threading, time
+from fusion_moe.runtime import background
+given = json.load(sys.stdin)
+for name, program in given.items():
+    child = os.fork()
+    if child == 0:
+        for stream, number in ("out", 1), ("err", 2):
+            os.dup2(os.open(f"{sys.argv[1]}/{name}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+        exec(program, globals())
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
 
 
-def test_the_exit_waits_for_what_has_begun():
-    """Also from a daemon, as a thread of autograd that runs a backward pass is to Python."""
-    source = (
-        "import threading, time\nfrom fusion_moe.runtime import background\n"
-        "begun = threading.Event()\n"
-        "def work():\n    begun.set(); time.sleep(0.3); print('ends', flush=True)\n"
-        "call = lambda: background.ahead(lambda: [(0, work)])\n"
-        "threading.Thread(target=call, daemon=True).start()\nbegun.wait()"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SECONDS, check=True
-    )
-    assert (ran.stdout, ran.stderr) == ("ends\n", "")
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[str, tuple[str, str]]:
+    """stdout and stderr of each of them."""
+    folder = tmp_path_factory.mktemp("ending")
+    command = [sys.executable, "-c", EACH, str(folder)]
+    subprocess.run(command, input=json.dumps(ENDING), text=True, timeout=SECONDS, check=True)
+    return {
+        name: tuple((folder / f"{name}.{stream}").read_text() for stream in ("out", "err"))
+        for name in ENDING
+    }
+
+
+@forks
+def test_the_exit_waits_for_what_was_started(printed):
+    out, err = printed["started"]
+    assert out.split() == ["ends"] * 3
+    assert not err
+
+
+@forks
+def test_the_exit_waits_for_none_that_may_be_needed(printed):
+    out, err = printed["may be needed"]
+    assert set(out.split()) <= {"ends"}
+    assert len(out.split()) < 500
+    assert not err
+
+
+@forks
+def test_the_exit_waits_for_what_has_begun(printed):
+    assert printed["has begun"] == ("ends\n", "")

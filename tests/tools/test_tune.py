@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -168,18 +168,27 @@ def test_the_best_of_a_count_knows_all_times_but_not_the_routing():
     ) == [pytest.approx(2)]
 
 
-def test_a_fit_from_the_command_line(tmp_path):
+@pytest.fixture
+def tune(monkeypatch, capsys):
+    """tune(*arguments): what the command prints. In this process, which has imported torch."""
+
+    def tune(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(TUNE), *arguments])
+        with pytest.raises(SystemExit) as done:
+            runpy.run_path(str(TUNE), run_name="__main__")
+        assert not done.value.code
+        return capsys.readouterr().out
+
+    return tune
+
+
+def test_a_fit_from_the_command_line(tmp_path, tune):
     """Without a GPU, and writing nothing unless it is asked to."""
     files.save(timings(), tmp_path / "t.json")
     before = path_of(H200).read_bytes()
-    done = subprocess.run(
-        [sys.executable, TUNE, "fit", tmp_path / "t.json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "geometric mean 1.0000, worst 1.000" in done.stdout
-    assert "\ntiled: up to 39, weights up to 536870912: M32\n" in done.stdout
+    said = tune("fit", str(tmp_path / "t.json"))
+    assert "geometric mean 1.0000, worst 1.000" in said
+    assert "\ntiled: up to 39, weights up to 536870912: M32\n" in said
     assert path_of(H200).read_bytes() == before
     found = fit.fit(table_of(H200), timings())
     assert parse(fit.text(found)) == found
@@ -200,20 +209,15 @@ def test_how_long_the_longest_of_two_blocks_works(tiles, parts, want):
     assert tuple(found.values()) == pytest.approx(want)
 
 
-def test_how_evenly_blocks_work_from_the_command_line(tmp_path):
+def test_how_evenly_blocks_work_from_the_command_line(tmp_path, tune):
     chosen = way(choose_from(table_of(H200), 2**15, FEW, H200))
     cells = tuple(
         Cell("qwen3 gate_up", FEW, tokens, 8 * tokens, "uniform", {chosen: 500.0})
         for tokens in (1024, 4096)
     )
     files.save(Timings(H200, {}, cells), tmp_path / "t.json")
-    done = subprocess.run(
-        [sys.executable, TUNE, "balance", tmp_path / "t.json", "--tokens", "2000", "5000"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    _, line, last = done.stdout.splitlines()
+    said = tune("balance", str(tmp_path / "t.json"), "--tokens", "2000", "5000")
+    _, line, last = said.splitlines()
     floor = 2 * 2**15 * FEW.tiles * 16 * FEW.k / 780e6
     assert line.startswith(f"uniform  qwen3 gate_up          {500 / floor:8.2f} ")
     assert last == f"uniform: {500 / floor:.3f} of the floor"
