@@ -133,6 +133,13 @@ def test_codes_are_multiplied_where_groups_have_many_rows(encoding):
     assert few[1][-1] == "quantize"
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_k_blocks_are_requested_by_whole_lines(tokens):
+    """Of 8 bits in the linear layout two K blocks lie in each line of 128 bytes."""
+    found = [n for s in names("qwen3", tokens, "fp8") for n in s if n.startswith("small_m")]
+    assert [int(count) % 2 for n in found for count in n.split("x")[-2:]] == [0] * 4
+
+
 def of_few_rows(gpu: Arch, k: int = 256, change: str = "") -> tuple[Step, ...]:
     """What a product of three rows launches that are quantized before it, and changed."""
     fd, groups = FusionDefinition(), 8

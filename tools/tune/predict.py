@@ -20,7 +20,7 @@ from timings import Cell, Timings, way
 from fusion_moe.arch import KNOWN, Arch, tensor_rate
 from fusion_moe.backends.cuda.heuristics import SizeClass
 from fusion_moe.backends.cuda.one_group import constants
-from fusion_moe.backends.cuda.table import ALWAYS, Regime, Table, table_of
+from fusion_moe.backends.cuda.table import ALWAYS, Change, Regime, Table, table_of
 from fusion_moe.backends.cuda.variants import ALL, SETS, LargeM, LargeMma, Variant
 
 _NAMED: Mapping[str, Variant] = {v.name: v for v in ALL}
@@ -43,7 +43,11 @@ COUNTED: Mapping[str, tuple[tuple[float, str], ...]] = {
         (24, "WIDE_M16"),
         (ALWAYS, "SMALL_M32"),
     ),
+    "wide_linear": ((6, "WIDE_M8"), (24, "WIDE_M16"), (ALWAYS, "SMALL_M32")),
 }
+# rows of a group from which codes are multiplied, by the weights up to which: those of an H200 whose
+# shared memory had no room for rows that a product rounds itself
+CODES = ((1, 2**29), (0.5, 2**30), (0.1, 2**32), (0, None))
 _PRICE = 3.0  # of one more regime: small differences of predicted times mean nothing
 _WARPS = 8  # of a multiprocessor, by large_mma.cuh
 _FLOP = 4096  # of an mma of 16 x 8 x 16
@@ -129,9 +133,9 @@ def table(timings: Timings, gpu: Arch) -> Table:
     counted = {
         kind: tuple(Regime(most, SETS[name]) for most, name in COUNTED[kind]) for kind in COUNTED
     }
-    return fit.fit(
-        replace(timed, row_order=(), **counted), predicted(timings, gpu), fit.SHAPES[-1:], _PRICE
-    )
+    codes = tuple(Change(from_average=least, below_weights=most) for least, most in CODES)
+    changed = replace(timed, row_order=(), changes={**timed.changes, "codes": codes}, **counted)
+    return fit.fit(changed, predicted(timings, gpu), fit.SHAPES[-1:], _PRICE)
 
 
 # How good it is -----------------------------------------------------------------------------------

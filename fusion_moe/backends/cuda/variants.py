@@ -466,6 +466,16 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(1, 1, 8, 1, 2, 3),
         *WIDE_M8,
     ),
+    # of rows of 8 bits two K blocks share a line of 128 bytes: they are requested together
+    "WIDE_LINEAR_M8": (
+        SmallM(1, 1, 1, 2, 4, 4),
+        SmallM(1, 1, 2, 2, 4, 4),
+        SmallM(1, 1, 4, 2, 2, 2),
+        SmallM(1, 1, 8, 2, 2, 2),
+        SmallM(1, 1, 1, 2, 2, 5),
+        SmallM(1, 1, 2, 2, 2, 5),
+        *WIDE_M8,
+    ),
     "WIDE_M16": (
         SmallM(2, 1, 2, 1, 1, 4),
         SmallM(2, 1, 4, 1, 1, 2),
