@@ -121,11 +121,13 @@ LOAD_NUMBER(load_bytes, "")  // others of the same sector are read soon
 // x = the 16 bytes at p where `good`, else x stays. SHARED: p may lie in shared memory.
 template <bool SHARED = false>
 __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {
-    if (SHARED && good) x = *static_cast<const uint4*>(p);
-    if (SHARED) return;
-    asm volatile("{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
-                 : "l"(p), "r"(int(good)));
+    if constexpr (!SHARED)
+        asm volatile(
+            "{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+            : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+            : "l"(p), "r"(int(good)));
+    else if (good)
+        x = *static_cast<const uint4*>(p);
 }
 
 // Launches of a program overlap: a kernel may start while the one before it ends. What that one

@@ -9,35 +9,26 @@ namespace {
 template <class T>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 
-#define MMA(T)                                                                              \
+#define MMA(T, K)                                                                           \
     template <>                                                                             \
     __device__ __forceinline__ void mma_16x8x16<T>(float (&d)[4], const u32(&a)[4], u32 b0, \
                                                    u32 b1) {                                \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." #T "." #T                     \
+        asm volatile("mma.sync.aligned.m16n8k" #K ".row.col.f32." #T "." #T                 \
                      ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"              \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));       \
     }
-MMA(bf16)
-MMA(f16)
-#undef MMA
+MMA(bf16, 16)
+MMA(f16, 16)
 
 #if __CUDA_ARCH__ >= 890
 struct e4m3 {
     u8 bits;
 };
 
-// Of codes, two in place of each number: d [16, 8] += a [16, 32] b [32, 8].
-template <>
-__device__ __forceinline__ void mma_16x8x16<e4m3>(float (&d)[4], const u32 (&a)[4], u32 b0,
-                                                  u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
-        "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+MMA(e4m3, 32)  // of codes, two in place of each number: d [16, 8] += a [16, 32] b [32, 8]
 #endif
+#undef MMA
 
 // Loads four matrices of 8 rows of 16 bytes from shared memory. Each lane says where one row lies,
 // and lane 4 r + c gets word c of row r of each matrix; or, transposed, the c-th pair of numbers of

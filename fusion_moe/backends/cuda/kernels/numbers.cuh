@@ -12,16 +12,9 @@ using i64 = long long;
 #define NAN __int_as_float(0x7FC00000)
 #define INFINITY __int_as_float(0x7F800000)
 
-namespace std {  // the functions that generated code calls, in float32
+namespace std {  // the functions that generated code calls
 
-__device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
-__device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
-__device__ __forceinline__ float erfc(float x) { return ::erfcf(x); }
-__device__ __forceinline__ float sin(float x) { return ::sinf(x); }
-__device__ __forceinline__ float cos(float x) { return ::cosf(x); }
-__device__ __forceinline__ float atan(float x) { return ::atanf(x); }
-__device__ __forceinline__ float floor(float x) { return ::floorf(x); }
-__device__ __forceinline__ float nearbyint(float x) { return ::rintf(x); }
+using ::atan, ::cos, ::erfc, ::fabs, ::floor, ::nearbyint, ::sin, ::sqrt;
 
 }  // namespace std
 
@@ -45,26 +38,21 @@ __device__ __forceinline__ float widen(f16 x) {
     return wide;
 }
 
+template <class T, class Other>
+constexpr bool SAME = false;
 template <class T>
-__device__ __forceinline__ T narrow(float x);
-
-template <>
-__device__ __forceinline__ float narrow<float>(float x) {
-    return x;
-}
+constexpr bool SAME<T, T> = true;
 
 // To nearest, ties to even; NaN stays NaN.
-template <>
-__device__ __forceinline__ bf16 narrow<bf16>(float x) {
-    bf16 found;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
-    return found;
-}
-
-template <>
-__device__ __forceinline__ f16 narrow<f16>(float x) {
-    f16 found;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
+template <class T>
+__device__ __forceinline__ T narrow(float x) {
+    T found;
+    if constexpr (SAME<T, float>)
+        found = x;
+    else if constexpr (SAME<T, bf16>)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
     return found;
 }
 
@@ -91,17 +79,10 @@ __device__ __forceinline__ float rounded_again(float x) {
 // A number as it is kept in memory.
 template <class T, class R>
 __device__ __forceinline__ T stored(R x) {
-    return T(x);
-}
-
-template <>
-__device__ __forceinline__ bf16 stored<bf16, float>(float x) {
-    return narrow<bf16>(x);
-}
-
-template <>
-__device__ __forceinline__ f16 stored<f16, float>(float x) {
-    return narrow<f16>(x);
+    if constexpr (SAME<R, float> && (SAME<T, bf16> || SAME<T, f16>))
+        return narrow<T>(x);
+    else
+        return T(x);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -109,19 +90,12 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
 
 // Two float32 numbers, each rounded once, the first in the low half.
 template <class T>
-__device__ __forceinline__ u32 narrow_pair(float low, float high);
-
-template <>
-__device__ __forceinline__ u32 narrow_pair<bf16>(float low, float high) {
+__device__ __forceinline__ u32 narrow_pair(float low, float high) {
     u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-template <>
-__device__ __forceinline__ u32 narrow_pair<f16>(float low, float high) {
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    if constexpr (SAME<T, bf16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
@@ -142,43 +116,29 @@ __device__ __forceinline__ void halves_twice(u32& low, u32& high, u32 word) {
 
 // a * b, of two numbers each.
 template <class T>
-__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b);
-
-template <>
-__device__ __forceinline__ u32 multiply_pair<bf16>(u32 a, u32 b) {
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     u32 product;
+    if constexpr (SAME<T, f16>)
+        asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    else
 #if __CUDA_ARCH__ >= 900
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+        asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
 #else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(product)
-        : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+            : "=r"(product)
+            : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
 #endif
-    return product;
-}
-
-template <>
-__device__ __forceinline__ u32 multiply_pair<f16>(u32 a, u32 b) {
-    u32 product;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
 
 // a * b + c, of two numbers each, rounded once.
 template <class T>
-__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c);
-
-template <>
-__device__ __forceinline__ u32 fma_pair<bf16>(u32 a, u32 b, u32 c) {
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     u32 found;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
-    return found;
-}
-
-template <>
-__device__ __forceinline__ u32 fma_pair<f16>(u32 a, u32 b, u32 c) {
-    u32 found;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    if constexpr (SAME<T, bf16>)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    else
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
     return found;
 }
 

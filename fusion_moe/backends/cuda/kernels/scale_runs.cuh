@@ -11,7 +11,6 @@ namespace {
 template <class Segment>
 struct StoredWeight : Segment {
     static constexpr i32 N = Segment::K, K = Segment::N;
-    __device__ __forceinline__ explicit StoredWeight(const Segment& s) : Segment(s) {}
 };
 
 // The order in which a dgrad takes the runs of contracted rows, by the scales of its group.
@@ -26,7 +25,7 @@ struct ScaleRuns {
     bool swapped = false;
 
     __device__ __forceinline__ ScaleRuns(const Segment& s, i32 group) {
-        const StoredWeight<Segment> weight(s);
+        const StoredWeight<Segment> weight{s};
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) scale[i] = Weights::outer(weight, group, i * LENGTH);
         if constexpr (COUNT == 2) {

@@ -130,7 +130,7 @@ class PackedWeight {
     };
 
     __device__ __forceinline__ PackedWeight(const Segment& s, i32 thread)
-        : weight_(s), first_(thread / 128 * EACH) {}
+        : weight_{s}, first_(thread / 128 * EACH) {}
 
     __device__ __forceinline__ void begin(i32 group, i32 n_tile) {
         group_ = group, column_ = n_tile * TILE_N + first_;
