@@ -16,6 +16,9 @@ from .heuristics import AUTO
 from .product import Product
 from .source import Array, Source
 
+# what an array of a call is known by: a value of the call, or the part to which it belongs alone
+Key = Value | tuple[int, Value | Array]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -63,12 +66,12 @@ class CallArrays:
     """The arrays of a call by number: inputs, outputs that are made, inner arrays.
 
     places: for each part, the numbers of its struct's arrays; inner: the arrays after inputs and
-    outputs; numbers: by value of the call.
+    outputs; numbers: by key.
     """
 
     places: tuple[tuple[int, ...], ...]
     inner: tuple[Inner, ...]
-    numbers: Mapping[object, int]
+    numbers: Mapping[Key, int]
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,21 @@ class Parts:
         return found
 
     @cached_property
-    def unquantized(self) -> dict[int, object]:
+    def unquantized(self) -> dict[int, Key]:
         """The parts that quantize rows for the next part's product alone, which may do it itself:
         where `arrays` has these rows. It reads their codes and their scales as activations alone.
         """
-        found = dict[int, object]()
+        found = dict[int, Key]()
         for i, (part, after) in enumerate(pairwise(self.parts)):
             others = chain(self.outputs, *(p.inputs for p in self.parts[i + 2 :]))
-            rows, own = part.source.unquantized, part.source.fusion
-            made = dict[object, Value](zip(part.outputs, own.outputs, strict=True))
-            unpack = own.producer(made.get(after.matrix), "unpack")
-            if rows and unpack and set(part.outputs).isdisjoint(others):
-                inputs = zip(after.inputs, after.source.fusion.inputs, strict=True)
+            rows, own, reader = part.source.unquantized, part.source.fusion, after.source
+            if not (rows and isinstance(reader, Product) and set(part.outputs).isdisjoint(others)):
+                continue
+            made = dict[Value | None, Value](zip(part.outputs, own.outputs, strict=True))
+            if unpack := own.producer(made.get(after.matrix), "unpack"):
+                inputs = zip(after.inputs, reader.fusion.inputs, strict=True)
                 read = {v for given, v in inputs if made.get(given) in unpack.outputs}
-                if len(read) == len(unpack.outputs) and _only_activations(after.source, read):
+                if len(read) == len(unpack.outputs) and _only_activations(reader, read):
                     found[i] = part.input_of(rows) or (i, rows)
         return found
 
@@ -169,13 +173,12 @@ class Parts:
     @cached_property
     def arrays(self) -> CallArrays:
         """The arrays of the call, numbered."""
-        numbers: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
+        numbers: dict[Key, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
         argument, places = len(numbers), list[tuple[int, ...]]()
         created = list[tuple[Source, Value | Array, int]]()
         for i, part in enumerate(self.parts):
-            given: dict[object, object] = dict(
-                zip(part.source.fusion.outputs, part.outputs, strict=True)
-            )
+            own = part.source.fusion.outputs
+            given: dict[Value | Array, Key] = dict(zip(own, part.outputs, strict=True))
             if routed := self.routed.get(i - 1):
                 given[IDS] = routed[0]
             if rows := self.unquantized.get(i - 1):
@@ -245,9 +248,8 @@ def _in_place(part: Part, v: Value) -> bool:
     return not any(op.kind.role == "gather" and op.values[0] in reached for op in source.fusion.ops)
 
 
-def _only_activations(product: Source, read: Collection[Value | None]) -> bool:
+def _only_activations(product: Product, read: Collection[Value | None]) -> bool:
     """Whether these values are read only on the way to the activations, not in the epilogue."""
-    assert isinstance(product, Product)
     of_activations, read = needed(product.fusion.ops, [product.plan.a]), {*read}
     for op in product.fusion.ops:
         if op is not product.plan.product and read & set(op.values):
