@@ -100,7 +100,8 @@ def environment() -> Environment:
     names = (*PACKAGES, *(package.distribution for package in packages))
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in names}
     checks = (
-        Check("package", True, str(Path(__file__).parent)),  # python -m: the current folder's, if any
+        # by python -m that of the current folder, if it has one
+        Check("package", True, str(Path(__file__).parent)),
         *_isa_levels(),
         _numa(),
         _compiler(),
