@@ -45,8 +45,8 @@ COUNTED: Mapping[str, tuple[tuple[float, str], ...]] = {
     ),
     "wide_linear": ((6, "WIDE_M8"), (24, "WIDE_M16"), (ALWAYS, "SMALL_M32")),
 }
-# rows of a group from which codes are multiplied, by the weights up to which: those of an H200
-# whose shared memory had no room for rows that a product rounds itself
+# rows of a group from which codes are multiplied, and below how many weights: an H200's, before
+# its products rounded few rows in shared memory, of which others have less
 CODES = ((1, 2**29), (0.5, 2**30), (0.1, 2**32), (0, None))
 _PRICE = 3.0  # of one more regime: small differences of predicted times mean nothing
 _WARPS = 8  # of a multiprocessor, by large_mma.cuh
