@@ -194,16 +194,16 @@ def test_blocks_that_need_more(page, have, tmp_path, request):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("page", ["checkpoints.md", "guides/distributed.md"])
-def test_blocks_that_need_a_checkpoint(page, tmp_path):
+def test_blocks_that_need_a_checkpoint(tmp_path):
     """With a small model under each name; `tiny-nvfp4` is made by the README."""
     floats = tmp_path / "Qwen3-30B-A3B"
     qwen3_moe(num_experts=4, hidden_size=64, moe_intermediate_size=32).save_pretrained(floats)
     quantize(floats, tmp_path / "tiny-nvfp4")
     for name in "DeepSeek-V4", "gpt-oss-20b":
         quantize(floats, tmp_path / name, to="mxfp4")
-    out = printed([page], {"checkpoint"}, tmp_path)[page]
-    check(page, {"checkpoint"}, out, update=False)
+    pages = "checkpoints.md", "guides/distributed.md"
+    for page, out in printed(pages, {"checkpoint"}, tmp_path).items():
+        check(page, {"checkpoint"}, out, update=False)
 
 
 @pytest.mark.exhaustive
