@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..encodings import FLOATS, Quantized
+from ..errors import CheckpointError
 from .directory import Directory
-from .experts import LayerExperts, layers_of_experts
+from .experts import LayerExperts, experts_of, layers_of_experts
 from .headers import Entry
 from .shard import Planned, Step
 from .stored import StoredWeight, weights_in
@@ -39,8 +40,19 @@ class Source:
 
     @cached_property
     def layers(self) -> dict[str, LayerExperts]:
-        """The layers of experts of a directory, encoded or in floats."""
-        return layers_of_experts([*self.weights, *self.plain], self.directory.config)
+        """The layers of experts of a directory, encoded or in floats. Raises as
+        `layers_of_experts`, also for another number in one tensor than config.json says.
+        """
+        layers = layers_of_experts([*self.weights, *self.plain], self.directory.config)
+        for layer in layers.values():
+            wanted = experts_of(self.directory.config, layer.name)
+            for name in layer.names if layer.fused and wanted is not None else ():
+                shape = (self.weights.get(name) or self.plain[name]).shape
+                if len(shape) == 3 and shape[0] != wanted:
+                    raise CheckpointError(
+                        f"{name} {[*shape]}", expected=f"{wanted} experts, by config.json"
+                    )
+        return layers
 
     @cached_property
     def plain(self) -> dict[str, Entry]:

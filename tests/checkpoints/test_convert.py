@@ -344,6 +344,10 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object]]] = {
             lambda tensors: [tensors.pop(name) for name in list(tensors) if ".experts.3." in name],
         ),
     ),
+    "another number of experts in one tensor": (
+        "mxfp4-gpt_oss",
+        lambda path: change_json(path / "config.json", lambda c: c.update(num_local_experts=3)),
+    ),
     "there already": ("modelopt-qwen3_moe", lambda path: (path.parent / "dst").write_text("mine")),
 }
 
