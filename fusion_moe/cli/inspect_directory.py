@@ -22,7 +22,6 @@ from ..checkpoints import (
     StoredWeight,
     all_eight_bits,
     check_scales,
-    layers_of_experts,
     method_of,
     packing_of,
     stored_weights,
@@ -62,10 +61,7 @@ def inspect_directory(
     weights: Mapping[str, StoredWeight] = {}
     try:
         weights = stored_weights(entries, method, packing_of(quantization))
-        layers_of_experts(
-            [*weights, *(name.removesuffix(".weight") for name in entries)],
-            directory.config,
-        )
+        _ = Source(directory, weights).layers
         if values:
             check_scales(directory, weights)
     except CheckpointError as error:

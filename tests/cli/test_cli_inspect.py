@@ -96,6 +96,14 @@ def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
     assert run(str(folder)).stdout.splitlines()[-1].startswith("problem: ")
 
 
+def test_experts_of_another_number_in_one_tensor_are_a_problem(tmp_path):
+    folder = copied("mxfp4-gpt_oss", tmp_path)
+    change_json(folder / "config.json", lambda c: c.update(num_local_experts=3))
+    code, shown = found(str(folder))
+    assert (code, len(shown["problems"])) == (1, 1)
+    assert "expected 3 experts, by config.json" in shown["problems"][0]
+
+
 # for terminals: escape sequences, text from right to left
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\ud800\nno problems"
 
