@@ -132,12 +132,7 @@ def add_lora_(
         raise OptionError(
             f"alpha = {alpha!r}", expected="a finite number in float32", where="add_lora_"
         )
-    if dtype not in FLOAT_DTYPES:
-        raise DtypeError(
-            f"dtype = {dtype}",
-            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
-            where="add_lora_",
-        )
+    need_float(dtype, "add_lora_")
     chosen = (targets,) if isinstance(targets, str) else tuple(targets)
     for target in chosen:
         need_one_of("targets", target, TARGETS, where="add_lora_")
@@ -202,6 +197,16 @@ def adaptable(
 def is_alpha(value: object) -> bool:
     """Whether a value is a number that is finite in float32, in which alpha / rank multiplies."""
     return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
+
+
+def need_float(dtype: torch.dtype, where: str) -> None:
+    """DtypeError for one that adapters do not have."""
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"dtype = {dtype}",
+            expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}",
+            where=where,
+        )
 
 
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:

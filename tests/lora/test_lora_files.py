@@ -20,7 +20,7 @@ from tiny_qwen3 import qwen3_moe
 
 import fusion_moe
 from fusion_moe import nn
-from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+from fusion_moe.errors import CheckpointError, DtypeError, NonFiniteError, UnsupportedError
 from fusion_moe.lora.files import (
     directory as files,
     factors,
@@ -254,6 +254,16 @@ BAD = {
         "adapters of model.layers.7.mlp.experts; expected modules with experts: "
         "model.layers.0.mlp.experts",
     ),
+    "no tensor at all": (
+        with_tensors(lambda t: t.clear()),
+        CheckpointError,
+        "no tensors; expected those of adapters",
+    ),
+    "a number beyond float32": (
+        with_tensors(lambda t: t.update({k: v.double() * 1e300 for k, v in t.items()})),
+        NonFiniteError,
+        "expected numbers that are finite in torch.float32",
+    ),
     "a foreign tensor": (
         with_tensors(lambda t: t.update({f"{LAYER}.lora_magnitude_vector": torch.zeros(1)})),
         CheckpointError,
@@ -269,6 +279,28 @@ def test_what_does_not_fit_changes_nothing(change, error, says, tmp_path):
     change(folder)
     with pytest.raises(error, match=says):
         load_lora_(model, folder)
+    assert not lora_of(model)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+
+
+def test_a_layer_that_is_missing(tmp_path):
+    """Targets that name both layers, and tensors of one."""
+    folder, model = Path(shutil.copytree(MADE, tmp_path / "made")), qwen3_moe(num_hidden_layers=2)
+    fusion_moe.quantize_(model)
+    with pytest.raises(CheckpointError, match=f"no {LAYER.replace('0', '1')}.base_layer.lora_A"):
+        load_lora_(model, folder)
+    assert not lora_of(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.int8, DtypeError), (torch.float16, NonFiniteError)]
+)
+def test_a_dtype_that_does_not_hold_the_numbers(dtype, error, tmp_path):
+    folder, model = Path(shutil.copytree(MADE, tmp_path / "made")), quantized()
+    with_tensors(lambda t: t[f"{LAYER}.lora_A.weight"].fill_(1e5))(folder)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(error, match=str(dtype)):
+        load_lora_(model, folder, dtype=dtype)
     assert not lora_of(model)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
 

@@ -18,7 +18,7 @@ from ...errors import CheckpointError, NonFiniteError, UnsupportedError, in_one_
 from ...messages import destination
 from ...nn.frozen import AdaptableModule
 from ...nn.local import gathered
-from ..adapter import adapt_, adaptable, adapted, adapters_of, need_unadapted
+from ..adapter import adapt_, adaptable, adapted, adapters_of, need_float, need_unadapted
 from .config import CONFIG, LoraConfig, read_config
 from .factors import a_from_peft, b_from_peft, peft_shapes, to_peft
 
@@ -66,17 +66,17 @@ def load_lora_(
     in place, and freezes everything else, as `add_lora_` does.
 
     Returns the names of what it adapted. dtype: of A and B. Every tensor of the file must find its
-    place: CheckpointError names one that does not; NonFiniteError one with NaN or infinity.
-    UnsupportedError for other features of PEFT than adapters of experts (DoRA, other modules, ...),
-    for a model without experts, and for one that has adapters already. Fails before it changes
-    anything.
+    place, and every target its tensors: CheckpointError names one that does not; NonFiniteError one
+    with NaN or infinity in dtype. DtypeError for an integer dtype; UnsupportedError for other
+    features of PEFT than adapters of experts (DoRA, other modules, ...), for a model without
+    experts, and for one that has adapters already. Fails before it changes anything.
     """
     path, modules = Path(directory), adaptable(model, "load_lora_")
     need_unadapted(modules, "load_lora_")
-    config, tensors = read_config(path), _read(path / TENSORS)
-    named = _named(tensors)
+    need_float(dtype, "load_lora_")
+    config, tensors = read_config(path), _read(path / TENSORS, dtype)
     # what has no place is refused first
-    names = [*sorted(named - modules.keys()), *(name for name in modules if name in named)]
+    names = [*sorted(_named(tensors) - modules.keys()), *modules]
     planned = {name: _planned(name, modules, config, tensors) for name in names}
     if lost := tensors.keys() - {key for name, of in planned.items() for key in _keys(name, of)}:
         raise CheckpointError(
@@ -155,8 +155,8 @@ def _planned(
     config: LoraConfig,
     tensors: Mapping[str, Tensor],
 ) -> list[str]:
-    """The projections of a module that get adapters, for which the file has tensors of the right
-    shapes.
+    """The projections of a module that get adapters, for each of which the file must have tensors
+    of the right shapes.
     """
     if name not in modules:
         raise CheckpointError(
@@ -193,7 +193,7 @@ def _experts(module: AdaptableModule) -> int:
     )
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -210,12 +210,14 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             in_one_line(error), expected="a file of safetensors", where=str(file)
         ) from None
+    if not tensors:
+        raise CheckpointError("no tensors", expected="those of adapters", where=str(file))
     for key, t in tensors.items():
-        if bad := int((~t.float().isfinite()).sum()):
+        if bad := int((~t.to(dtype).isfinite()).sum()):
             raise NonFiniteError(
                 f"{bad} NaN or infinite among the {t.numel()} elements of {key}",
-                expected="finite numbers",
-                todo="the file is damaged, or training diverged",
+                expected=f"numbers that are finite in {dtype}",
+                todo="the file is damaged, training diverged, or this dtype has too small a range",
                 where=str(file),
             )
     return tensors
