@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -216,6 +217,25 @@ def test_layers_that_compute_the_same_are_traced_once(monkeypatch):
     for _ in range(2):  # two that cannot be compared
         activation_of(Layer(config, names=["a"]))
     assert len(traced) == 7
+
+
+def test_threads_that_trace_at_once():
+    """torch's tracer keeps what it does in variables of the process: a second trace left it marked
+    as running, and nothing compiled any more.
+    """
+    ready, texts = threading.Barrier(4), []
+
+    def trace(i):
+        ready.wait()
+        texts.extend(activation(lambda gate, up: gate.relu() * up * i) for _ in range(4))
+
+    threads = [threading.Thread(target=trace, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(texts) == 16
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
 
 
 @pytest.mark.parametrize(("name", "parts", "count", "width"), CASES)

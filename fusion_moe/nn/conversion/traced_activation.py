@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -27,6 +28,7 @@ from ...messages import warn_once
 from ...plugins import message
 
 _ROWS, _FEATURES = 3, 8  # of the tensors that are traced
+_tracing = threading.RLock()  # torch's tracer keeps its state in variables of the process
 
 
 def activation(
@@ -201,7 +203,7 @@ def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _
                 "fake",
                 _allow_non_fake_inputs=True,
             )
-            with preserve_node_meta():  # what was decomposed
+            with _tracing, preserve_node_meta():  # what was decomposed
                 graph = trace(*inputs)
     except Exception as error:  # of the user's function, or of the tracer
         raise Untranslatable(message(error).split("\n")[0]) from error
