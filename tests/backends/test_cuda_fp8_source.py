@@ -23,8 +23,10 @@ from fusion_moe.backends import TARGETS
 from fusion_moe.backends.cuda import choices
 from fusion_moe.backends.cuda.block_copies import why_slow
 from fusion_moe.backends.cuda.choose import Step
+from fusion_moe.backends.cuda.heuristics import choose_kernels
 from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.backends.cuda.source import KernelSource
+from fusion_moe.backends.cuda.variants import Matrices, SmallM
 from fusion_moe.compile import compile_fusion
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.kinds import eight_bits
@@ -178,6 +180,17 @@ def test_few_rows_are_quantized_by_the_product_that_reads_them(change):
     product = next(k for k in second.kernels if k.size_class)
     assert product.shared == (0 if change else 8 * (2 * 256 + 16))
     assert ("static_cast<const bf16*>(unrounded)" in product.text) == (not change)
+
+
+@pytest.mark.parametrize("k", [2560, 2688, 3072, 3328])
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_rows_have_room_in_as_many_blocks_as_are_chosen(k, rows):
+    """The fewer the longer they are."""
+    weight = Matrices(256, k, 192, 2, 1088, tiled=False)
+    (of,) = choose_kernels(rows, weight, H200)
+    assert isinstance(of.variant, SmallM)
+    room = of.variant.declared + of.variant.tile_m * (2 * k + 16)
+    assert not H200.why_no_room(of.variant.threads, room, of.variant.per_sm), of
 
 
 @pytest.mark.parametrize("gpu", [A100, L40S, H200], ids=lambda gpu: gpu.name)

@@ -122,7 +122,7 @@ class SmallM(OnGpus):
     in_flight: K blocks requested ahead, at least; batch: how many more are requested at a time.
     per_sm: blocks that share a multiprocessor, which limits their registers. row_order: whether it
     adds up K as large-M kernels do that read fragment order: without split-K, and 16 columns at a
-    time, the same ones. most_k: the K up to which it is fast; 0: no limit.
+    time, the same ones. from_k, most_k: the K from which, and up to which, it is fast; 0: no limit.
     """
 
     tiles_m: int
@@ -133,6 +133,7 @@ class SmallM(OnGpus):
     per_sm: int
     row_order: bool = False
     most_k: int = 0
+    from_k: int = 0
 
     needs = ("mma",)
     template, header = "SmallM", "small_m.cuh"
@@ -195,7 +196,7 @@ class SmallM(OnGpus):
         return (
             of.kind == "fprop"
             and of.row_order == self.row_order
-            and (not self.most_k or of.k <= self.most_k)
+            and self.from_k <= of.k <= (self.most_k or of.k)
             and self.tiles % of.block == 0
             and packed + sums_and_rows + _OTHER_REGISTERS <= registers
         )
@@ -472,8 +473,11 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(1, 1, 2, 2, 4, 4),
         SmallM(1, 1, 4, 2, 2, 2),
         SmallM(1, 1, 8, 2, 2, 2),
-        SmallM(1, 1, 1, 2, 2, 5),
-        SmallM(1, 1, 2, 2, 2, 5),
+        # between, rows that are rounded have room in four blocks, not in five
+        SmallM(1, 1, 1, 2, 2, 5, most_k=2560),
+        SmallM(1, 1, 2, 2, 2, 5, most_k=2560),
+        SmallM(1, 1, 1, 2, 2, 5, from_k=3329),
+        SmallM(1, 1, 2, 2, 2, 5, from_k=3329),
         *WIDE_M8,
     ),
     "WIDE_M16": (
