@@ -14,7 +14,7 @@ import pytest
 import torch
 from cover import few
 from on_cpu import library, pointer
-from own_encodings import OWN, registered, with_zeros
+from own_encodings import OWN, UINT4, registered, with_zeros
 from own_layouts import OWN_LAYOUTS, registered as layouts_registered
 from test_cuda_source import build, launches, needs_nvdisasm, sass, spills
 from test_cuda_training_source import packed, sources
@@ -129,6 +129,16 @@ def test_derived_readers_make_what_the_reference_makes(encoding, layout, tmp_pat
     found = decoded(DERIVED[layout], weight, tmp_path, ways)
     for i, way in enumerate(ways):
         assert torch.equal(found[:, i : i + 1], rounded(weight)), way
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "fp8_e8m0", "fp8_channel", "divided"])
+def test_columns_that_fill_no_k_block(encoding, monkeypatch, tmp_path):
+    """The last scale covers fewer; what is read past them is finite, as zeros multiply it."""
+    scale = Scale("block_scale", torch.bfloat16, 16, divides=True)
+    monkeypatch.setitem(ENCODINGS, "divided", Encoding("divided", UINT4, (scale,)))
+    weight = some_weight(ENCODINGS[encoding], 41, 784)
+    found = decoded(reader(encoding, "linear", "bf16"), weight, tmp_path, WAYS["linear"])
+    assert torch.equal(found, rounded(weight))
 
 
 # the block scales with which written readers are exact (their headers say it), and float16 has all

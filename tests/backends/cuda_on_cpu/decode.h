@@ -6,8 +6,13 @@ using T = Segment::Activation;
 using Reader = Segment::Weights;
 
 void put(float* out, i32 row, i32 column, u32 pair) {
-    if (row >= Segment::N || column >= Segment::K) return;
+    if (row >= Segment::N) return;
     float* to = out + i64(row) * Segment::K + column;
+    if (column >= Segment::K) {  // multiplied by zeros
+        if (!std::isfinite(widen(T{u16(pair)})) || !std::isfinite(widen(T{u16(pair >> 16)})))
+            to[-column] = NAN;
+        return;
+    }
     const float factor = Reader::RESCALE * Reader::outer(Segment(), 0, row);
     to[0] = widen(T{u16(pair)}) * factor, to[1] = widen(T{u16(pair >> 16)}) * factor;
 }

@@ -117,7 +117,8 @@ __device__ __forceinline__ Ready<T, E> ready(const u32* stored) {
 }
 
 // In the linear layout, or one of other orders: any N, and K in whole blocks. Rows past the last
-// are read as the last, blocks past the last as zeros.
+// are read as the last, columns past the last as codes of 0 with its scales: by a scale of 0 that
+// divides they would be infinite.
 template <class T, class E, class List = typename E::Scales>
 struct DerivedLinear;
 
@@ -160,15 +161,15 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
     }
 
     __device__ __forceinline__ Packed load(int blocks_ahead) const {
-        const u32 k = k_ + 64 * blocks_ahead;
+        const u32 column = k_ + 64 * blocks_ahead;
+        const bool there = size_ == 0 || column < size_;
+        const u32 k = there ? column : size_ - 1;
+        const i64 place = IS_LINEAR<Elements> ? blocks_ahead * (8 * BITS)
+                                              : Elements::of_column(k / 16) * BYTES;
         Packed packed = {};
-        if (size_ != 0 && k >= size_) return packed;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if constexpr (IS_LINEAR<Elements>)
-                load_codes<BYTES>(packed.codes[i], codes_[i] + blocks_ahead * (8 * BITS));
-            else
-                load_codes<BYTES>(packed.codes[i], codes_[i] + Elements::of_column(k / 16) * BYTES);
+            if (there) load_codes<BYTES>(packed.codes[i], codes_[i] + place);
             int p = 0;
             ((packed.scales[i][p] = load_bytes<Part::BYTES>(
                   scales_[i][p] + Order::of_column(blocks_before<Part>(k)) * Part::BYTES),
