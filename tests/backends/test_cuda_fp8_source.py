@@ -26,7 +26,7 @@ from fusion_moe.backends.cuda.choose import Step
 from fusion_moe.backends.cuda.heuristics import choose_kernels
 from fusion_moe.backends.cuda.launch import Call, build
 from fusion_moe.backends.cuda.source import KernelSource
-from fusion_moe.backends.cuda.variants import Matrices, SmallM
+from fusion_moe.backends.cuda.variants import TILE, WIDE_M8, Matrices, SmallM
 from fusion_moe.compile import compile_fusion
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.kinds import eight_bits
@@ -140,6 +140,14 @@ def test_k_blocks_are_requested_by_whole_lines(tokens):
     """Of 8 bits in the linear layout two K blocks lie in each line of 128 bytes."""
     found = [n for s in names("qwen3", tokens, "fp8") for n in s if n.startswith("small_m")]
     assert [int(count) % 2 for n in found for count in n.split("x")[-2:]] == [0] * 4
+
+
+@pytest.mark.parametrize("rows", [8, 16, 20, 32])
+@pytest.mark.parametrize("k", [2048, 4096, 8192])
+def test_k_blocks_of_16_bits_are_whole_lines(k, rows):
+    """They are requested one by one, as they were measured."""
+    weight = Matrices(128, k, 96, 2, 2 * TILE, tiled=False)
+    assert choose_kernels(rows, weight, H200)[0].variant in WIDE_M8
 
 
 def of_few_rows(gpu: Arch, k: int = 256, change: str = "") -> tuple[Step, ...]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -86,7 +86,7 @@ def text(found: Table) -> str:
 
 
 def _bounds(some: Some) -> dict[str, int]:
-    bounds = {key: getattr(some, key) for key in ("max_groups", "below_weights", "from_tiles")}
+    bounds = {field.name: getattr(some, field.name) for field in fields(Some)}
     return {key: bound for key, bound in bounds.items() if bound is not None}
 
 
@@ -346,6 +346,7 @@ def said(regime: Regime) -> str:
     names = {variants: name for name, variants in SETS.items()}
     classes = ", ".join(f"{most or 'any'}: {names[v]}" for most, v in regime.size_classes)
     bounds = {"groups": regime.max_groups, "weights": regime.below_weights}
+    bounds["bytes of a tile"] = regime.below_bytes
     of = "".join(f", {what} up to {most}" for what, most in bounds.items() if most is not None)
     return f"up to {regime.max_average:g}{of}: {classes or names[regime.variants]}"
 

@@ -26,12 +26,14 @@ CHANGES = ("gemm", "codes", "folded", "reordered")
 
 @dataclass(frozen=True, kw_only=True)
 class Some:
-    """Some products: those with at most max_groups groups, fewer weights than below_weights, and
-    from_tiles tiles of 16 columns in all groups; None: any number.
+    """Some products: those with at most max_groups groups, fewer weights than below_weights, tiles
+    of fewer bytes than below_bytes, and from_tiles tiles of 16 columns in all groups; None: any
+    number.
     """
 
     max_groups: int | None = None
     below_weights: int | None = None
+    below_bytes: int | None = None
     from_tiles: int | None = None
 
     def admits(self, of: Matrices) -> bool:
@@ -39,6 +41,7 @@ class Some:
         return (
             (self.max_groups is None or of.groups <= self.max_groups)
             and (self.below_weights is None or of.weights < self.below_weights)
+            and (self.below_bytes is None or of.tile_bytes < self.below_bytes)
             and of.groups * of.tiles >= (self.from_tiles or 0)
         )
 
