@@ -4,6 +4,7 @@ transformers writes only what its own conversions make.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ def keep_buffers(module: nn.Module) -> None:
 def put_on_disk(module: nn.Module, name: str) -> None:
     """Writes the parameters of a module into the folder from which accelerate brings those of its
     model, and frees their memory. OptionError without a folder.
+
+    accelerate opens the file by its name in each call: the name has a hash of what is in it, so
+    that other models with the same folder have other files.
     """
     hook: Any = module._hf_hook
     if isinstance(module, AdaptableModule):
@@ -43,9 +47,14 @@ def put_on_disk(module: nn.Module, name: str) -> None:
             where="device_map",
         )
     parameters = dict(module.named_parameters(recurse=False))
-    file = Path(stored.save_folder, f"{name}.safetensors")
+    tensors, digest = {key: plain(p).contiguous() for key, p in parameters.items()}, sha256()
+    for key, t in tensors.items():
+        digest.update(f"{key} {t.dtype} {[*t.shape]}".encode())
+        array: Any = t.reshape(-1).view(torch.uint8).numpy()
+        digest.update(array)
+    file = Path(stored.save_folder, f"{name}-{digest.hexdigest()}.safetensors")
     with store.whole(file) as unfinished:
-        save_file({key: plain(p) for key, p in parameters.items()}, unfinished)
+        save_file(tensors, unfinished)
     for key, p in parameters.items():
         stored.index[f"{name}.{key}"] = {"safetensors_file": str(file), "weight_name": key}
         setattr(module, key, nn.Parameter(plain(p).to("meta"), requires_grad=False))
