@@ -58,10 +58,12 @@ def verify(
     from ..integrations.transformers import from_pretrained
     from ..offload import verify as verified
 
-    with quietly(), a_model(directory):
-        model = from_pretrained(directory)
+    with quietly():
+        with a_model(directory):
+            model = from_pretrained(directory)
         if adapter is not None:
-            model = _peft().from_pretrained(model, adapter)
+            with a_model(adapter, "an adapter of PEFT for this model"):
+                model = _peft().from_pretrained(model, adapter)
     return Verified(str(directory), None if adapter is None else str(adapter), verified(model))
 
 

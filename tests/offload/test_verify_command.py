@@ -222,3 +222,13 @@ def test_command(tmp_path):
     text = CliRunner().invoke(app, arguments[:-1])
     assert text.exit_code == 1
     assert text.stdout.count("\nproblem: ") == 4
+
+
+@pytest.mark.judges("peft")
+def test_what_is_wrong_with_an_adapter_is_said_of_it(tmp_path):
+    quantized().save_pretrained(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    arguments = ["verify", str(tmp_path / "model"), "--adapter", str(tmp_path / "empty")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3
+    assert f"fusion-moe: {tmp_path / 'empty'}: " in result.output
