@@ -68,8 +68,8 @@ def test_few_rows_in_fp8_are_quantized_where_they_are_read():
     later = "result quantized by the product that reads it"
     assert found == [
         later,
-        f"small_m_1x1x4x1x2 with route; {later}",
-        "small_m_1x1x8x1x2, combine",
+        f"small_m_1x1x4x2x2 with route; {later}",
+        "small_m_1x1x8x2x2, combine",
     ]
 
 

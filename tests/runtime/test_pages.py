@@ -131,7 +131,7 @@ def test_files(tmp_path):
     with pages.in_files(tmp_path, after=2 * PAGE):
         there, small = pages.empty((2, PAGE), torch.uint8), pages.empty((16,), torch.uint8)
         filed = pages.empty((3, PAGE // 2 + 4), torch.bfloat16)
-        copied = pages.on_large_pages(torch.ones(PAGE, dtype=torch.uint8))
+        copied = pages.on_large_pages(torch.ones(PAGE + 1, dtype=torch.uint8)[1:])  # at no page
     assert [t.is_shared() for t in (there, small, filed, copied)] == [False, False, True, True]
     assert not list(tmp_path.iterdir())
     assert filed.data_ptr() % PAGE == 0
