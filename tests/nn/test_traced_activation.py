@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from types import SimpleNamespace
@@ -219,23 +220,36 @@ def test_layers_that_compute_the_same_are_traced_once(monkeypatch):
     assert len(traced) == 7
 
 
-def test_threads_that_trace_at_once():
+@pytest.mark.parametrize("beside", ["traces", "compiles"])
+def test_threads_that_trace_at_once(beside):
     """torch's tracer keeps what it does in variables of the process: a second trace left it marked
     as running, and nothing compiled any more.
     """
-    ready, texts = threading.Barrier(4), []
+    texts, ready, done = [], threading.Event(), threading.Event()
 
-    def trace(i):
-        ready.wait()
-        texts.extend(activation(lambda gate, up: gate.relu() * up * i) for _ in range(4))
+    def trace():
+        ready.set()
+        for i in range(30):
+            texts.append(activation(lambda gate, up: gate.relu() * up * i))  # noqa: B023
 
-    threads = [threading.Thread(target=trace, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(texts) == 16
-    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    def compiles():
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(3))  # imports the tracer
+        ready.set()
+        while not done.is_set():
+            torch._dynamo.reset()
+            with contextlib.suppress(RuntimeError):  # torch's, for a call during another's trace
+                torch.compile(lambda x: x.relu() + 1, backend="aot_eager")(torch.ones(3))
+
+    other = threading.Thread(target=compiles if beside == "compiles" else trace)
+    activation(lambda gate, up: gate * up)
+    other.start()
+    ready.wait(60)
+    trace()
+    done.set()
+    other.join()
+    assert len(texts) == (30 if beside == "compiles" else 60)
+    assert not torch.fx._symbolic_trace._is_fx_tracing_flag
 
 
 @pytest.mark.parametrize(("name", "parts", "count", "width"), CASES)

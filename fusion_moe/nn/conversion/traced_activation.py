@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -28,7 +27,6 @@ from ...messages import warn_once
 from ...plugins import message
 
 _ROWS, _FEATURES = 3, 8  # of the tensors that are traced
-_tracing = threading.RLock()  # torch's tracer keeps its state in variables of the process
 
 
 def activation(
@@ -186,6 +184,7 @@ def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _
     """The graph of a function of f32[_ROWS, parts * I], and of parameters f32[_ROWS, I]. What has
     no translator is decomposed.
     """
+    from torch._dynamo.convert_frame import compile_lock
     from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
@@ -203,7 +202,8 @@ def _columns(function: Callable[..., Any], parts: int, parameters: int = 0) -> _
                 "fake",
                 _allow_non_fake_inputs=True,
             )
-            with _tracing, preserve_node_meta():  # what was decomposed
+            # the tracer's state is the process's; and what was decomposed
+            with compile_lock, preserve_node_meta():
                 graph = trace(*inputs)
     except Exception as error:  # of the user's function, or of the tracer
         raise Untranslatable(message(error).split("\n")[0]) from error
