@@ -164,8 +164,8 @@ struct DerivedLinear<T, E, Parts<Part...>> : E::Outer {
         const u32 column = k_ + 64 * blocks_ahead;
         const bool there = size_ == 0 || column < size_;
         const u32 k = there ? column : size_ - 1;
-        const i64 place = IS_LINEAR<Elements> ? blocks_ahead * (8 * BITS)
-                                              : Elements::of_column(k / 16) * BYTES;
+        const i64 place =
+            IS_LINEAR<Elements> ? blocks_ahead * (8 * BITS) : Elements::of_column(k / 16) * BYTES;
         Packed packed = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
