@@ -292,3 +292,9 @@ print(*[page for page, text in pages.items() if page.read_text(encoding="utf-8")
 def test_pages_quote_the_code_as_it_is(outs):
     """In a process in which no other test, and no page yet, has registered operations."""
     assert outs["quoted"].split() == [], "python tools/reference.py"
+
+
+def test_pages_do_not_say_who_wrote_them():
+    """By another user's home the same pages are written."""
+    pages = (DOCS / "reference").glob("*.md")
+    assert [page.name for page in pages if str(Path.home()) in page.read_text("utf-8")] == []

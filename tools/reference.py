@@ -169,7 +169,7 @@ def switches() -> Iterator[str]:
             code(f.name),
             code(f"FUSION_MOE_{f.name.upper()}"),
             type(f.default).__name__,
-            _default(f),
+            code(_default(f.name, f.default)),
             f.metadata["doc"],
         )
         for f in dataclasses.fields(options.Options)
@@ -177,9 +177,9 @@ def switches() -> Iterator[str]:
     yield from table(("option", "environment variable", "type", "default", "what it does"), rows)
 
 
-def _default(field: Any) -> str:
+def _default(name: str, value: object) -> str:
     """As it is without any variable: the cache folder depends on the user."""
-    return "`~/.cache/fusion_moe`" if field.name == "cache_dir" else code(repr(field.default))
+    return repr("~/.cache/fusion_moe" if name == "cache_dir" else value)
 
 
 def targets() -> Iterator[str]:
@@ -342,7 +342,7 @@ def _parameter(of: inspect.Parameter) -> str:
         said += f": {written}"
     if of.default is of.empty:
         return said
-    default = repr(of.default)
+    default = _default(of.name, of.default)
     return f"{said} = {'...' if default.startswith('<') else default}"
 
 
