@@ -37,12 +37,13 @@ from ..messages import warn_once
 from . import trust
 
 
-def key_of(*parts: str | bytes) -> str:
+def key_of(*parts: str | bytes | memoryview) -> str:
     """A name that these parts determine, in this order: 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)  # which may be large: no copy
     return digest.hexdigest()
 
 

@@ -4,7 +4,6 @@ transformers writes only what its own conversions make.
 
 from __future__ import annotations
 
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,12 @@ def put_on_disk(module: nn.Module, name: str) -> None:
             where="device_map",
         )
     parameters = dict(module.named_parameters(recurse=False))
-    tensors, digest = {key: plain(p).contiguous() for key, p in parameters.items()}, sha256()
-    for key, t in tensors.items():
-        digest.update(f"{key} {t.dtype} {[*t.shape]}".encode())
-        array: Any = t.reshape(-1).view(torch.uint8).numpy()
-        digest.update(array)
-    file = Path(stored.save_folder, f"{name}-{digest.hexdigest()}.safetensors")
+    tensors = {key: plain(p).contiguous() for key, p in parameters.items()}
+    contents = store.key_of(
+        *(f"{key} {t.dtype} {[*t.shape]}" for key, t in tensors.items()),
+        *(t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values()),
+    )
+    file = Path(stored.save_folder, f"{name}-{contents}.safetensors")
     with store.whole(file) as unfinished:
         save_file(tensors, unfinished)
     for key, p in parameters.items():
