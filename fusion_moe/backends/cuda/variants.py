@@ -473,7 +473,7 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
         SmallM(1, 1, 2, 2, 4, 4),
         SmallM(1, 1, 4, 2, 2, 2),
         SmallM(1, 1, 8, 2, 2, 2),
-        # between, rows that are rounded have room in four blocks, not in five
+        # with K between these, rows that are rounded have room in four blocks, not in five
         SmallM(1, 1, 1, 2, 2, 5, most_k=2560),
         SmallM(1, 1, 2, 2, 2, 5, most_k=2560),
         SmallM(1, 1, 1, 2, 2, 5, from_k=3329),
